@@ -1,0 +1,81 @@
+# Switchboard's commands. `make run` is all that a user needs; `make help` lists the rest.
+#
+#   make run ARGS="--model …"   flags for app.py
+#   make run PORT=7900          another port
+#   make setup PYTHON=python3.12
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev run test check format bench clean
+
+PORT ?=
+ARGS ?=
+BENCH ?= decode
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The first Python that is new enough and can make virtual environments.
+IS_USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.10 python,$(shell \
+	$(name) -c '$(IS_USABLE)' >/dev/null 2>&1 && echo $(name))))
+
+# A stamp's name holds a checksum of the requirement files: nothing is installed again until one of them changes.
+checksum = $(shell cat $(1) | cksum | cut -d ' ' -f 1)
+RUN_FILES := requirements.txt constraints.txt
+DEV_FILES := $(RUN_FILES) requirements-dev.txt
+RUN_STAMP := $(VENV)/.setup-$(call checksum,$(RUN_FILES))
+DEV_STAMP := $(VENV)/.setup-dev-$(call checksum,$(DEV_FILES))
+
+help:
+	@echo "make run      install what is needed and start the app on http://127.0.0.1:7860  (ARGS=, PORT=)"
+	@echo "make setup    install only"
+	@echo "make test     install what tests need and run all that this machine can run  (ARGS=)"
+	@echo "make check    format, lint, types, layering"
+	@echo "make format   format the code"
+	@echo "make bench    run one benchmark  (BENCH=decode, ARGS=)"
+	@echo "make clean    remove $(VENV) and caches"
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c '$(IS_USABLE)' >/dev/null 2>&1; then \
+		echo "Python 3.10 or newer with the venv module is needed, and $(or $(PYTHON),no command) is not that."; \
+		echo "Install one (Debian, Ubuntu: apt-get install python3 python3-venv) or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; \
+		exit 1; \
+	fi
+	"$(PYTHON)" -m venv --clear $(VENV)
+
+$(RUN_STAMP): | $(BIN)/python
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip # a setup that was cut off lacks pip
+	$(BIN)/python -m pip install --requirement requirements.txt --constraint constraints.txt
+	@rm -f $(VENV)/.setup-[0-9]* && touch $@
+
+$(DEV_STAMP): | $(RUN_STAMP)
+	$(BIN)/python -m pip install --requirement requirements-dev.txt --constraint constraints.txt
+	@rm -f $(VENV)/.setup-dev-* && touch $@
+
+setup: | $(RUN_STAMP)
+
+setup-dev: | $(DEV_STAMP)
+
+run: | $(RUN_STAMP)
+	@exec $(BIN)/python app.py $(if $(PORT),--port $(PORT)) $(ARGS)
+
+test: | $(DEV_STAMP)
+	@sh tests/install_browser.sh
+	$(BIN)/python -m pytest $(ARGS)
+
+check: | $(DEV_STAMP)
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest -q tests/test_layering.py
+
+format: | $(DEV_STAMP)
+	$(BIN)/python -m ruff check --fix-only --quiet .
+	$(BIN)/python -m ruff format .
+
+bench: | $(RUN_STAMP)
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+clean:
+	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,165 @@
+"""Finds and opens the files of a PEFT folder: `adapter_config.json` and its safetensors, one file or sharded.
+
+Never opens a pickle. Messages name files inside the folder, never the folder's own path. Called by `weights`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from adapters.errors import AdapterFilesNotFound, AdapterRefused
+from adapters.tensor_file import TensorEntry, TensorFile
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+INDEX_NAME = "adapter_model.safetensors.index.json"
+PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+EXTRA_EMBEDDINGS_NAMES = ("new_embeddings.safetensors", "new_embeddings.bin")
+MAX_JSON_LEN = 16 << 20
+MAX_SHARDS = 256
+
+PICKLE_REMEDY = (
+    "a pickle file can run code when it is opened, so it is never opened here; convert it where you trust it: "
+    'python -c "import torch, safetensors.torch as s; '
+    "s.save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', map_location='cpu', "
+    "weights_only=True).items()}, 'adapter_model.safetensors')\""
+)
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor and the open file that holds it."""
+
+    file: TensorFile
+    entry: TensorEntry
+
+
+class AdapterFolder:
+    """An adapter's folder with its files open; a context manager.
+
+    Attributes:
+        config: the parsed `adapter_config.json`.
+        tensors: tensor name -> where it is.
+    Raises `AdapterFilesNotFound` where there is no adapter, `AdapterRefused` where there is one that cannot be read.
+    """
+
+    def __init__(self, folder: Path, *, allowed_roots: Sequence[Path] | None = None) -> None:
+        self._folder = folder
+        self._allowed_roots = allowed_roots
+        self._stack = ExitStack()
+        if not folder.is_dir():
+            raise AdapterFilesNotFound("no adapter was found there: the path is not a folder")
+        if not self._exists(CONFIG_NAME):
+            raise AdapterFilesNotFound(f"no adapter was found there: the folder has no {CONFIG_NAME}")
+        self.config = self._read_json(CONFIG_NAME)
+        for name in EXTRA_EMBEDDINGS_NAMES:
+            if self._exists(name):
+                raise AdapterRefused(
+                    [f"{name}: added token embeddings are not served; merge the adapter into the model"]
+                )
+        try:
+            self.tensors: dict[str, TensorPlace] = self._open_tensors()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def check_unchanged(self) -> None:
+        """Raise `AdapterRefused` if a weight file was written to since it was opened."""
+        for file in {id(place.file): place.file for place in self.tensors.values()}.values():
+            file.check_unchanged()
+
+    def __enter__(self) -> AdapterFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _exists(self, name: str) -> bool:
+        return (self._folder / name).exists()
+
+    def _path(self, name: str) -> Path:
+        """The file's path; refuses links that lead out of the allowed roots."""
+        path = self._folder / name
+        if self._allowed_roots is not None and not is_under(path, self._allowed_roots):
+            raise AdapterRefused([f"{name} is a link that leads out of the folders that adapters may be loaded from"])
+        return path
+
+    def _read_json(self, name: str) -> Any:
+        path = self._path(name)
+        if not stat.S_ISREG(os.stat(path).st_mode) or path.stat().st_size > MAX_JSON_LEN:
+            raise AdapterRefused([f"{name} is not a regular file of at most {MAX_JSON_LEN >> 20} MiB"])
+        try:
+            return json.loads(path.read_bytes().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            detail = str(error) if isinstance(error, json.JSONDecodeError) else "it cannot be decoded"
+            raise AdapterRefused([f"{name} is not JSON: {detail}"]) from None
+
+    def _open_tensors(self) -> dict[str, TensorPlace]:
+        if self._exists(WEIGHTS_NAME):
+            return self._add_file(WEIGHTS_NAME, {})
+        if self._exists(INDEX_NAME):
+            return self._open_shards()
+        raise AdapterRefused([self._why_no_weights()])
+
+    def _open_shards(self) -> dict[str, TensorPlace]:
+        index = self._read_json(INDEX_NAME)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise AdapterRefused([f"{INDEX_NAME} has no weight_map from tensor names to file names"])
+        shards = sorted(set(weight_map.values()))
+        if len(shards) > MAX_SHARDS:
+            raise AdapterRefused([f"{INDEX_NAME} lists {len(shards)} files, over the limit of {MAX_SHARDS}"])
+        tensors: dict[str, TensorPlace] = {}
+        for shard in shards:
+            if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
+                raise AdapterRefused(
+                    [f"{INDEX_NAME} lists {shard[:80]!r}, which is not a safetensors file of this folder"]
+                )
+            if not self._exists(shard):
+                raise AdapterRefused([f"{INDEX_NAME} lists {shard[:80]}, but the folder does not hold it"])
+            self._add_file(shard, tensors)
+        for key, shard in weight_map.items():
+            if key not in tensors or tensors[key].file.name != shard:
+                raise AdapterRefused([f"{INDEX_NAME} places {key[:200]!r} in {shard[:80]}, which does not hold it"])
+        extra = next((key for key in tensors if key not in weight_map), None)
+        if extra is not None:
+            raise AdapterRefused(
+                [f"{tensors[extra].file.name} holds {extra[:200]!r}, which {INDEX_NAME} does not list"]
+            )
+        return tensors
+
+    def _add_file(self, name: str, tensors: dict[str, TensorPlace]) -> dict[str, TensorPlace]:
+        file = self._stack.enter_context(TensorFile(self._path(name)))
+        for key, entry in file.entries.items():
+            if key in tensors:
+                raise AdapterRefused([f"both {tensors[key].file.name} and {name} hold {key[:200]!r}"])
+            tensors[key] = TensorPlace(file, entry)
+        return tensors
+
+    def _why_no_weights(self) -> str:
+        for name in PICKLE_NAMES:
+            if self._exists(name):
+                return f"the folder has {name} but no {WEIGHTS_NAME}: {PICKLE_REMEDY}"
+        others = sorted(path.name for path in self._folder.glob("*.safetensors"))
+        if others:
+            return (
+                f"the folder has no {WEIGHTS_NAME} and no {INDEX_NAME}, only {', '.join(others[:3])}; give the file "
+                "the name that PEFT uses, or add the index of the shards"
+            )
+        return f"the folder has {CONFIG_NAME} but no {WEIGHTS_NAME}"
+
+
+def is_under(path: Path, roots: Sequence[Path]) -> bool:
+    """Whether a path, with all links followed, lies in one of `roots`."""
+    resolved = path.resolve()
+    return any(resolved == root.resolve() or root.resolve() in resolved.parents for root in roots)

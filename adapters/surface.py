@@ -1,0 +1,79 @@
+"""What an adapter needs to know about the running model: its linear layers by name, and what is out of reach.
+
+The engine builds one `ModelSurface` from the loaded model; everything in this package judges adapter files against it.
+Knows nothing of transformers or of any architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Part = Literal["decoder", "tower", "connector", "head"]
+
+# Names that command lines use for fused layers, and the separate layers that they mean.
+PACKED_SUFFIXES: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+def identity(name: str) -> str:
+    """A model without checkpoint renames."""
+    return name
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """A linear layer that can carry LoRA. `name` is its name in `model.named_modules()`; weight [out, in]."""
+
+    name: str
+    in_features: int
+    out_features: int
+    part: Part = "decoder"
+
+
+@dataclass(frozen=True)
+class ModelSurface:
+    """The running model as adapters see it.
+
+    Attributes:
+        model_name: the base model's id, for messages.
+        linears: module name -> linear layer, names exactly as `model.named_modules()` gives them.
+        unsupported: module name -> why LoRA there is not served (embeddings, experts …); a name covers its children.
+        rename_key: turns a module path as checkpoints write it into the running model's.
+        max_lora_rank: largest rank that the server has room for.
+        lora_dtype: dtype that A and B are cast to.
+        target_suffixes: deploy-time filter on the last name components; empty means all. `qkv_proj` and
+            `gate_up_proj` mean their parts too.
+    """
+
+    model_name: str
+    linears: Mapping[str, LinearSite]
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    rename_key: Callable[[str], str] = identity
+    max_lora_rank: int = 64
+    lora_dtype: torch.dtype = torch.float32
+    target_suffixes: tuple[str, ...] = ()
+
+    def is_targeted(self, module_name: str) -> bool:
+        """Whether the deploy-time filter lets LoRA through on this module."""
+        if not self.target_suffixes:
+            return True
+        suffixes = set(self.target_suffixes)
+        for packed, members in PACKED_SUFFIXES.items():
+            if packed in suffixes:
+                suffixes.update(members)
+        return any(module_name == suffix or module_name.endswith("." + suffix) for suffix in suffixes)
+
+    def why_unsupported(self, module_name: str) -> str | None:
+        """The reason why LoRA on this module, or on a module that holds it, is not served; None if there is none."""
+        name = module_name
+        while name:
+            if name in self.unsupported:
+                return self.unsupported[name]
+            name = name.rpartition(".")[0]
+        return None

@@ -1,0 +1,118 @@
+"""The caller's end of a request: an iterator of `Delta`s that works in a coroutine and in a plain thread.
+
+The engine thread puts events in; exactly one consumer takes them out. Closing or abandoning the iterator aborts the
+request, so that nobody's blocks are held for a reader who left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from engine.errors import AppError
+from engine.request import Delta, FinishReason, Receipt
+
+
+class Answer:
+    """One answer under way.
+
+    Attributes:
+        request_id: as in the log.
+        index: which of n answers to the same prompt this is.
+        receipt: name, generation, reason and load time from the start; queue time and cached tokens after the first event.
+        prompt_token_ids: [P], media placeholders included.
+        num_output_tokens: tokens generated so far, the last one included.
+    """
+
+    def __init__(self, request_id: str, receipt: Receipt, prompt_token_ids: list[int], index: int = 0) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.receipt = receipt
+        self.prompt_token_ids = prompt_token_ids
+        self.num_output_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._events: deque[Delta | AppError] = deque()
+        self._changed = threading.Condition()
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._is_over = False
+        self._is_aborted = False
+        self._on_abort: Callable[[str], None] | None = None
+
+    def bind_abort(self, on_abort: Callable[[str], None]) -> None:
+        """Set what `abort` calls; done by the loop at submission."""
+        self._on_abort = on_abort
+
+    def put(self, event: Delta | AppError) -> None:
+        """Deliver an event; called by the engine thread. An error or a finish reason ends the answer."""
+        with self._changed:
+            if isinstance(event, Delta):
+                self.num_output_tokens += len(event.token_ids)
+                self.receipt = event.receipt or self.receipt
+                self.finish_reason = event.finish_reason
+            self._events.append(event)
+            self._changed.notify()
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            loop, future = waiter
+            try:
+                loop.call_soon_threadsafe(_wake, future)
+            except RuntimeError:  # The reader's event loop is closed: nobody is waiting any more.
+                self.abort()
+
+    def abort(self) -> None:
+        """Stop generating; what the request holds is free within a step. Thread-safe, and harmless when it has ended."""
+        if not self._is_over and not self._is_aborted and self._on_abort is not None:
+            self._is_aborted = True
+            self._on_abort(self.request_id)
+
+    async def aclose(self) -> None:
+        """Abort unless the answer has ended."""
+        self.abort()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Delta]:
+        try:
+            while not self._is_over:
+                with self._changed:
+                    while not self._events:
+                        self._changed.wait()
+                    event = self._events.popleft()
+                yield self._take(event)
+        finally:
+            self.abort()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._iterate_async()
+
+    async def _iterate_async(self) -> AsyncIterator[Delta]:
+        try:
+            while not self._is_over:
+                with self._changed:
+                    event = self._events.popleft() if self._events else None
+                    if event is None:
+                        loop = asyncio.get_running_loop()
+                        future: asyncio.Future[None] = loop.create_future()
+                        self._waiter = (loop, future)
+                if event is None:
+                    await future
+                else:
+                    yield self._take(event)
+        finally:
+            self.abort()
+
+    def _take(self, event: Delta | AppError) -> Delta:
+        """Pass an event on; marks the end before the consumer sees it, so that leaving then aborts nothing."""
+        if isinstance(event, AppError):
+            self._is_over = True
+            raise event
+        self._is_over = event.finish_reason is not None
+        return event
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

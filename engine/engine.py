@@ -1,0 +1,422 @@
+"""The engine's front: loads everything, and starts answers for the API, the browser and the offline API.
+
+Owns the parts and their start and end. It holds no logic of requests: `engine/intake` prepares them, `engine/loop` runs
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.manager import AdapterManager
+from adapters.slots import SlotPool
+from engine.answer import Answer
+from engine.attention import bind_attention
+from engine.audio import AudioFrontend
+from engine.block_pool import BlockPool
+from engine.config import EMBEDDED_ASSETS, EMBEDDED_MODEL, EngineConfig, LoRAModule
+from engine.encoder_cache import EncoderCache
+from engine.errors import InvalidRequest
+from engine.intake import Intake, Limits
+from engine.kv_cache import KVCache
+from engine.loop import EngineLoop
+from engine.lora_layers import LoraBuffers, LoraStep
+from engine.model import BaseModel, load_model
+from engine.prompt import PromptBuilder
+from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPart
+from engine.routing import RESERVED_NAMES
+from engine.runner import Runner
+from engine.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.tokenizer import eos_token_ids, load_processor, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_KV_MB = 1024
+_PARTS = ("decoder", "tower", "connector", "head")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """What the engine is doing now and has done since its start."""
+
+    is_alive: bool
+    uptime_s: float
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    kv_blocks_cached: int
+    num_steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    encoder_hits: int
+    encoder_misses: int
+    num_finished: dict[str, int]
+    batch_by_adapter: dict[str, int]
+    lora_rows_used: int
+    lora_rows_total: int
+
+
+class Engine:
+    """One base model, its adapters, and the thread that runs them.
+
+    Args:
+        config: the settings.
+        checks_integrity: assert after every step that nothing leaked (tests).
+
+    Raises:
+        AppError: the model or an adapter cannot be served, or a setting is wrong.
+
+    Attributes:
+        config: the settings, with what follows from the embedded model filled in.
+        model_names: names of the base model; the first is canonical.
+        adapters: the adapter manager.
+        tokenizer: the model's tokenizer.
+        modalities: media that the model takes.
+        max_model_len: prompt and answer, in tokens.
+        default_mm_loras: modality -> adapter that applies by itself.
+    """
+
+    def __init__(self, config: EngineConfig, *, checks_integrity: bool = False) -> None:
+        self.started_at = time.time()
+        self.config = config = _with_embedded_defaults(config)
+        _check(config)
+        self.base = load_model(
+            config.model,
+            load_format=config.load_format,
+            dtype=config.dtype,
+            device=config.device,
+            gguf_file=config.gguf_file,
+            seed=config.seed,
+            quantization=config.quantization,
+        )
+        self.model_names = tuple(config.served_model_name) or (self.base.name,)
+        self.modalities = self.base.architecture.modalities
+        self.tokenizer = load_tokenizer(config.model, config.gguf_file)
+        processor = load_processor(config.model) if self.modalities else None
+        audio = AudioFrontend(processor) if "audio" in self.modalities else None
+        chat_template = self.tokenizer.chat_template or getattr(processor, "chat_template", None)
+
+        cache = self._make_cache()
+        self.max_model_len = self._fit_context(cache)
+        attention_step = bind_attention(self.base.decoder, cache)
+        lora_steps = {part: LoraStep() for part in _PARTS} if config.enable_lora else {}
+        self._encoder_cache = EncoderCache(config.encoder_cache_mb * 2**20)
+        self.lora_bytes = 0
+        self._slots: SlotPool | None = None
+        self.adapters = self._make_adapters(lora_steps)
+        self._scheduler = Scheduler(
+            BlockPool(cache.num_blocks, enable_prefix_caching=config.enable_prefix_caching),
+            self._slots,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+        )
+        sampler = Sampler(config.seed, self.base.device)
+        runner = Runner(self.base, attention_step, lora_steps, self._encoder_cache, sampler, config.block_size)
+        self._loop = EngineLoop(self._scheduler, runner, cache, self.tokenizer, checks_integrity=checks_integrity)
+        self.default_mm_loras: dict[str, str] = {}
+        self._intake = Intake(
+            builder=PromptBuilder(self.tokenizer, chat_template, audio, self.base.vocab_size),
+            audio=audio,
+            adapters=self.adapters if config.enable_lora else None,
+            base_names=self.model_names,
+            defaults=lambda: self.default_mm_loras,
+            eos_token_ids=eos_token_ids(self.base.model, self.tokenizer),
+            vocab_size=self.base.vocab_size,
+            limits=Limits(
+                max_model_len=self.max_model_len,
+                max_media=config.limit_mm_per_prompt,
+                max_audio_seconds=config.max_audio_seconds,
+                max_media_bytes=config.max_upload_mb * 2**20,
+            ),
+        )
+        try:
+            self._load_adapters()
+        except BaseException:
+            self.adapters.close()
+            raise
+        self._loop.start()
+
+    @property
+    def created(self) -> int:
+        """Start of the engine, in Unix seconds."""
+        return int(self.started_at)
+
+    async def start(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        model: str | None = None,
+        lora: str | None = None,
+        request_id: str | None = None,
+        n: int = 1,
+    ) -> list[Answer]:
+        """Like `start_sync`, with the blocking part on a worker thread."""
+        return await asyncio.to_thread(
+            self.start_sync, prompt, sampling, model=model, lora=lora, request_id=request_id, n=n
+        )
+
+    def start_sync(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        model: str | None = None,
+        lora: str | None = None,
+        request_id: str | None = None,
+        n: int = 1,
+    ) -> list[Answer]:
+        """Decode, route, load the adapter, build the prompt and queue n answers.
+
+        Args:
+            prompt: messages, text or token ids.
+            sampling: how to choose tokens; `max_tokens` None means up to the context's end.
+            model: a base name, an adapter's name, or None for the base.
+            lora: None or "auto" (the routing rule), "none", or an adapter's name.
+            request_id: for the log; made up when None.
+            n: answers to the same prompt.
+
+        Raises:
+            AppError: the request cannot be served as asked.
+        """
+        requests, _ = self._intake.prepare(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
+        answers = []
+        for index, request in enumerate(requests):
+            answer = Answer(request.request_id, request.receipt, request.prompt_token_ids, index)
+            self._loop.submit(request, answer)
+            answers.append(answer)
+        receipt = requests[0].receipt
+        logger.info(
+            "event=request request=%s adapter=%s reason=%s prompt_tokens=%d",
+            requests[0].request_id, receipt.name, receipt.reason, len(requests[0].prompt_token_ids),
+        )  # fmt: skip
+        return answers
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, media placeholders included."""
+        return self._intake.build_only(prompt).token_ids
+
+    def transcription_prompt(
+        self, audio: AudioPart, *, language: str | None = None, prompt: str | None = None
+    ) -> ChatPrompt:
+        """The messages that ask this model for a transcript.
+
+        Raises:
+            InvalidRequest: the model takes no audio, or no language or prompt.
+        """
+        if "audio" not in self.modalities:
+            raise InvalidRequest(f"The model {self.model_names[0]!r} takes no audio.", param="model")
+        for name, value in (("language", language), ("prompt", prompt)):
+            if value:
+                raise InvalidRequest(
+                    f"The model {self.model_names[0]!r} does not use {name}; leave it out.", param=name
+                )
+        question = TextPart(self.base.architecture.transcription_request)
+        return ChatPrompt([Message("user", [audio, question])])
+
+    def stats(self) -> EngineStats:
+        """A snapshot; numbers are those of the latest finished step."""
+        scheduler, counters, blocks = self._scheduler, self._loop.counters, self._scheduler.blocks
+        return EngineStats(
+            is_alive=self._loop.is_alive,
+            uptime_s=time.time() - self.started_at,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_blocks_used=blocks.num_usable - blocks.num_free,
+            kv_blocks_total=blocks.num_usable,
+            kv_blocks_cached=blocks.num_cached,
+            num_steps=counters.num_steps,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            encoder_hits=self._encoder_cache.num_hits,
+            encoder_misses=self._encoder_cache.num_misses,
+            num_finished=dict(counters.num_finished),
+            batch_by_adapter=dict(counters.batch_by_adapter) if scheduler.has_work else {},
+            lora_rows_used=len(self._slots.resident()) if self._slots else 0,
+            lora_rows_total=self.config.max_loras if self._slots else 0,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that the pools, caches and adapters agree; call it when nothing runs."""
+        self._scheduler.check_integrity()
+        self._encoder_cache.check_integrity()
+        self.adapters.check_integrity()
+
+    def close(self, drain_s: float = 5.0) -> None:
+        """Let answers under way end for `drain_s` seconds, cut off the rest, and stop."""
+        self._loop.close(drain_s)
+        self.adapters.close()
+
+    def _make_cache(self) -> KVCache:
+        """As many blocks as the settings allow, but no more than all requests could ever use."""
+        shape, block_size = self.base.kv_shape, self.config.block_size
+        num_bytes = (self.config.kv_cache_memory_mb or self._default_kv_mb()) * 2**20
+        num_blocks = num_bytes // (shape.bytes_per_token * block_size)
+        longest = self.config.max_model_len or self._model_limit()
+        most_useful = self.config.max_num_seqs * -(-longest // block_size)
+        num_blocks = max(2, min(num_blocks, most_useful) + 1)
+        return KVCache(shape, num_blocks, block_size, self.base.device)
+
+    def _default_kv_mb(self) -> int:
+        if self.base.device.type != "cuda":
+            return _DEFAULT_KV_MB
+        free, total = torch.cuda.mem_get_info(self.base.device)
+        reserved = int(total * (1 - self.config.gpu_memory_utilization))
+        return max(64, (free - reserved) // 2**20)
+
+    def _model_limit(self) -> int:
+        return int(getattr(self.base.text_config, "max_position_embeddings", 4096))
+
+    def _fit_context(self, cache: KVCache) -> int:
+        capacity = (cache.num_blocks - 1) * cache.block_size
+        wanted = self.config.max_model_len
+        if wanted is None:
+            limit = self._model_limit()
+            if capacity < limit:
+                logger.warning("event=context_shortened max_model_len=%d model_limit=%d", capacity, limit)
+            return min(capacity, limit)
+        if wanted > capacity:
+            raise InvalidRequest(
+                f"--max-model-len is {wanted}, but the KV cache holds {capacity} tokens; lower it, or raise "
+                "--kv-cache-memory-mb.",
+                param="max_model_len",
+            )
+        return wanted
+
+    def _make_adapters(self, lora_steps: dict[str, LoraStep]) -> AdapterManager:
+        """The manager and, where adapters are on, the LoRA rows."""
+        config = self.config
+        surface = self.base.surface(
+            max_lora_rank=config.max_lora_rank,
+            lora_dtype=_lora_dtype(config.lora_dtype, self.base),
+            target_suffixes=tuple(config.lora_target_modules),
+        )
+        if config.enable_lora:
+            sites = {name: site for name, site in surface.linears.items() if surface.is_targeted(name)}
+            buffers = LoraBuffers(
+                self.base.model, sites, lora_steps, num_slots=config.max_loras, max_rank=config.max_lora_rank,
+                dtype=surface.lora_dtype,
+            )  # fmt: skip
+            self.lora_bytes = buffers.num_bytes
+            self._slots = SlotPool(config.max_loras, buffers)
+        adapters = AdapterManager(
+            surface,
+            adapter_dir=Path(config.adapter_dir) if config.adapter_dir else _user_data_dir(),
+            max_cpu_loras=config.max_cpu_loras,
+            on_retire=self._retire,
+            reserved_names={*self.model_names, *RESERVED_NAMES},
+            max_upload_bytes=config.max_upload_mb * 2**20,
+        )
+        adapters.residency = self._is_on_device
+        adapters.defaults = lambda: self.default_mm_loras
+        return adapters
+
+    def _is_on_device(self, digest: str) -> bool:
+        return self._slots is not None and self._slots.lookup(digest) is not None
+
+    def _retire(self, digest: str) -> None:
+        """No name points to this content any more: free its LoRA row and what its tower computed, between two steps."""
+        slots = self._slots
+        if slots is None:
+            return
+        slots.drop(digest)
+
+        def collect() -> None:
+            slots.collect()
+            self._encoder_cache.drop_adapter(digest)
+
+        self._loop.call(collect)
+
+    def _load_adapters(self) -> None:
+        config = self.config
+        if not config.enable_lora:
+            return
+        self.adapters.restore()
+        for module in config.lora_modules:
+            self.adapters.load(module.name, module.path, load_inplace=True, base_model_name=module.base_model_name)
+        for modality, name in (config.default_mm_loras or {}).items():
+            if modality not in self.modalities:
+                takes = ", ".join(sorted(self.modalities)) or "no media"
+                raise InvalidRequest(
+                    f"--default-mm-loras names {modality!r}, but the model takes {takes}.", param="default_mm_loras"
+                )
+            if not self.adapters.contains(name):
+                # A path or id, as in vLLM: it becomes an adapter under the modality's name.
+                self.adapters.load(modality, name, load_inplace=True)
+                name = modality
+            self.adapters.pin(name, True)
+            self.default_mm_loras[modality] = name
+
+
+def _check(config: EngineConfig) -> None:
+    """Refuse settings that contradict each other."""
+    if config.max_cpu_loras < config.max_loras:
+        raise InvalidRequest(
+            f"--max-cpu-loras is {config.max_cpu_loras}, but must be at least --max-loras, which is {config.max_loras}.",
+            param="max_cpu_loras",
+        )
+    for name in ("max_loras", "max_lora_rank", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        if getattr(config, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise InvalidRequest(f"{flag} is {getattr(config, name)}, but must be 1 or more.", param=name)
+    if not config.enable_lora and (config.lora_modules or config.default_mm_loras):
+        raise InvalidRequest(
+            "Adapters are named although --no-enable-lora switches them off; leave one of the two out.",
+            param="enable_lora",
+        )
+
+
+def _with_embedded_defaults(config: EngineConfig) -> EngineConfig:
+    """With the embedded model, its adapters and the audio default come by themselves."""
+    if Path(config.model).resolve() != EMBEDDED_MODEL or not config.enable_lora:
+        return config
+    changes: dict[str, Any] = {}
+    folders = sorted((EMBEDDED_ASSETS / "adapters").glob("*/adapter_config.json"))
+    embedded = [LoRAModule(path.parent.name, str(path.parent)) for path in folders]
+    if not config.lora_modules:
+        changes["lora_modules"] = embedded
+    names = {module.name for module in changes.get("lora_modules", config.lora_modules)}
+    if config.default_mm_loras is None and "speech" in names:
+        changes["default_mm_loras"] = {"audio": "speech"}
+    return dataclasses.replace(config, **changes)
+
+
+def _lora_dtype(name: str, base: BaseModel) -> torch.dtype:
+    if name == "auto" or getattr(torch, name, None) is base.dtype:
+        return base.dtype
+    raise InvalidRequest(
+        f"--lora-dtype is {name!r}, but adapters are computed in the model's type, {str(base.dtype)[6:]}; use auto.",
+        param="lora_dtype",
+    )
+
+
+def _user_data_dir() -> Path:
+    """Where this user's applications keep data: XDG on Linux, Library on macOS, AppData on Windows."""
+    if sys.platform == "darwin":
+        root = Path.home() / "Library" / "Application Support"
+    elif sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        root = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    return root / "switchboard"
+
+
+__all__ = ["Engine", "EngineStats"]

@@ -1,0 +1,71 @@
+"""Errors that the engine reports to a user; all are `AppError`s, so that one place turns them into answers."""
+
+from __future__ import annotations
+
+from adapters.errors import AppError
+
+__all__ = [
+    "AppError",
+    "ContextTooLong",
+    "EngineClosed",
+    "EngineFault",
+    "InvalidRequest",
+    "MediaError",
+    "ModelNotFound",
+    "Overloaded",
+    "UnsupportedModel",
+]
+
+
+class InvalidRequest(AppError):
+    """A field of the request holds a value that is not allowed."""
+
+
+class ModelNotFound(AppError):
+    """The request names a model or adapter that is not served."""
+
+    status = 404
+    error_type = "not_found_error"
+    code = "model_not_found"
+
+
+class ContextTooLong(AppError):
+    """Prompt and answer together do not fit the context window."""
+
+    code = "context_length_exceeded"
+
+
+class MediaError(AppError):
+    """Audio or an image cannot be used: empty, unreadable, too long, or of a kind that the model does not take."""
+
+    code = "invalid_media"
+
+
+class UnsupportedModel(AppError):
+    """The base model's architecture is not on the list of those that are served."""
+
+    code = "unsupported_model"
+
+
+class Overloaded(AppError):
+    """The queue is full."""
+
+    status = 429
+    error_type = "rate_limit_error"
+    code = "overloaded"
+
+
+class EngineFault(AppError):
+    """Our own fault: a step failed. The cause is in the log under the request's id."""
+
+    status = 500
+    error_type = "server_error"
+    code = "engine_fault"
+
+
+class EngineClosed(AppError):
+    """The server is shutting down."""
+
+    status = 503
+    error_type = "server_error"
+    code = "shutting_down"

@@ -1,0 +1,182 @@
+"""Makes a request ready to run, on the caller's thread: decode media, route, get the adapter, build the prompt.
+
+The same steps in the same order serve the HTTP routes, the browser and the offline API. Everything that a user sent is
+read and checked here, so that the engine's steps see only what is known to work. Called by `engine/engine`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.audio import AudioFrontend
+from engine.errors import ContextTooLong, InvalidRequest, MediaError
+from engine.media import decode_audio
+from engine.prompt import BuiltPrompt, PromptBuilder, media_parts
+from engine.request import AudioPart, ImagePart, Prompt, Receipt, SamplingParams
+from engine.routing import choose_route
+from engine.sampler import check_logit_bias
+from engine.state import EngineRequest, MediaInput
+
+if TYPE_CHECKING:
+    from adapters.generation import GenerationHandle
+    from adapters.manager import AdapterManager
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on one request."""
+
+    max_model_len: int
+    max_media: Mapping[str, int]
+    max_audio_seconds: float
+    max_media_bytes: int
+
+
+class Intake:
+    """Turns prompts into `EngineRequest`s.
+
+    Args:
+        builder: builds token ids.
+        audio: the model's audio frontend, None when it takes no audio.
+        adapters: the adapter manager, None when adapters are off.
+        base_names: names of the base model.
+        defaults: gives today's modality -> adapter table.
+        eos_token_ids: tokens that end an answer.
+        vocab_size: V.
+        limits: bounds on one request.
+    """
+
+    def __init__(
+        self,
+        *,
+        builder: PromptBuilder,
+        audio: AudioFrontend | None,
+        adapters: AdapterManager | None,
+        base_names: Sequence[str],
+        defaults: Callable[[], Mapping[str, str]],
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        limits: Limits,
+    ) -> None:
+        self._builder = builder
+        self._audio = audio
+        self._adapters = adapters
+        self._base_names = tuple(base_names)
+        self._defaults = defaults
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._limits = limits
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        model: str | None,
+        lora: str | None,
+        request_id: str | None,
+        n: int,
+    ) -> tuple[list[EngineRequest], BuiltPrompt]:
+        """One request for each of n answers, all ready to be submitted.
+
+        Each request holds the adapter's generation; whoever gets them must submit them or release the handles.
+
+        Raises:
+            AppError: whatever is wrong with the request, with the field at fault.
+        """
+        if n < 1:
+            raise InvalidRequest(f"n is {n}, but must be 1 or more.", param="n")
+        check_logit_bias(sampling, self._vocab_size)
+        media = self._decode(media_parts(prompt))
+        handle, receipt = self._route(model, lora, {"audio"} if media else set())
+        try:
+            built = self._builder.build(prompt, media)
+            max_tokens = self._max_tokens(sampling, len(built.token_ids))
+            base_id = request_id or uuid.uuid4().hex
+            requests = []
+            for index in range(n):
+                requests.append(
+                    EngineRequest(
+                        request_id=base_id if n == 1 else f"{base_id}-{index}",
+                        prompt_token_ids=built.token_ids,
+                        spans=built.spans,
+                        sampling=_reseeded(sampling, index),
+                        max_tokens=max_tokens,
+                        eos_token_ids=self._eos_token_ids,
+                        handle=None if handle is None else handle.fork(),
+                        receipt=receipt,
+                    )
+                )
+            return requests, built
+        finally:
+            if handle is not None:
+                handle.release()
+
+    def build_only(self, prompt: Prompt) -> BuiltPrompt:
+        """Token ids of a prompt, without routing or running anything."""
+        return self._builder.build(prompt, self._decode(media_parts(prompt)))
+
+    def _decode(self, parts: Sequence[AudioPart | ImagePart]) -> list[MediaInput]:
+        counts = {"audio": 0, "image": 0}
+        for part in parts:
+            modality = "audio" if isinstance(part, AudioPart) else "image"
+            if modality == "image" or self._audio is None:
+                raise MediaError(f"The model takes no {modality}; leave the {modality} part out.", param=part.param)
+            counts[modality] += 1
+            limit = self._limits.max_media.get(modality, 8)
+            if counts[modality] > limit:
+                raise MediaError(
+                    f"The prompt holds more than {limit} {modality} item(s), which is the limit for one prompt; "
+                    f"send fewer, earlier turns included, or start with --limit-mm-per-prompt '{{\"{modality}\": N}}'.",
+                    param=part.param,
+                )
+        media = []
+        for part in parts:
+            assert isinstance(part, AudioPart) and self._audio is not None
+            clip = decode_audio(
+                part,
+                rate=self._audio.rate,
+                max_seconds=self._limits.max_audio_seconds,
+                max_bytes=self._limits.max_media_bytes,
+            )
+            media.append(self._audio.prepare(clip))
+        return media
+
+    def _route(
+        self, model: str | None, lora: str | None, modalities: set[str]
+    ) -> tuple[GenerationHandle | None, Receipt]:
+        adapters = self._adapters
+        route = choose_route(
+            model=model,
+            lora=lora,
+            modalities=modalities,
+            base_names=self._base_names,
+            defaults=self._defaults(),
+            is_adapter=lambda name: adapters is not None and adapters.contains(name),
+        )
+        if route.name is None:
+            return None, Receipt(None, None, route.reason)
+        assert adapters is not None
+        handle = adapters.acquire(route.name)
+        return handle, Receipt(route.name, handle.generation.digest, route.reason, load_ms=handle.load_ms)
+
+    def _max_tokens(self, sampling: SamplingParams, prompt_len: int) -> int:
+        room = self._limits.max_model_len - prompt_len
+        if room < 1 or (sampling.max_tokens or 1) > room:
+            wanted = f" and max_tokens is {sampling.max_tokens}" if sampling.max_tokens else ""
+            raise ContextTooLong(
+                f"The prompt has {prompt_len} tokens{wanted}, but the context holds {self._limits.max_model_len}; "
+                "shorten the prompt or lower max_tokens.",
+                param="messages" if room < 1 else "max_tokens",
+            )
+        return sampling.max_tokens or room
+
+
+def _reseeded(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The n answers to a seeded request differ, and each is reproducible."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    return replace(sampling, seed=sampling.seed + index)

@@ -1,0 +1,183 @@
+"""The offline API: prompts in, finished answers out, with vLLM's names.
+
+    from engine import LLM, SamplingParams, LoRARequest
+
+Goes through the same intake, routing and engine thread as the server. Adapters given as `LoRARequest` are loaded from
+their path at first use and kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.answer import Answer
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import InvalidRequest
+from engine.request import (
+    AudioPart,
+    ChatPrompt,
+    CompletionOutput,
+    LoRARequest,
+    Message,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    TextPart,
+    TextPrompt,
+    TokenLogprob,
+    TokenPrompt,
+)
+
+PromptInput = str | Mapping[str, Any]
+
+
+class LLM:
+    """A base model with adapters, for use inside a program.
+
+    Args:
+        model: Hugging Face id or folder.
+        settings: any field of `EngineConfig`, by name, such as `max_lora_rank=64` or `default_mm_loras={"audio": …}`.
+
+    Raises:
+        InvalidRequest: a setting does not exist.
+        AppError: the model or an adapter cannot be served.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise InvalidRequest(f"LLM has no setting {', '.join(unknown)}; see engine.EngineConfig.", param=unknown[0])
+        self.engine = Engine(EngineConfig(model=model, **settings))
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; all run in one batch, whatever their adapters.
+
+        Args:
+            prompts: a text; `{"prompt": text, "multi_modal_data": {"audio": (samples, rate) or a list of them}}`;
+                or `{"prompt_token_ids": ids}`.
+            sampling_params: for all prompts, or one each.
+            lora_request: for all prompts, or one each; where it is None the routing rule decides.
+
+        Returns:
+            One output a prompt, in order; `lora_request` names the adapter that answered.
+        """
+        items: Sequence[PromptInput] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        return self._run([_to_prompt(item) for item in items], sampling_params, lora_request)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, given as OpenAI messages.
+
+        A content part is `{"type": "text", "text": …}` or `{"type": "audio", "audio": path, bytes or (samples, rate)}`.
+        """
+        is_single = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_single else messages
+        return self._run([_to_chat(conversation) for conversation in conversations], sampling_params, lora_request)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.engine.close()
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    ) -> list[RequestOutput]:
+        sampling = _one_each(sampling_params or SamplingParams(), len(prompts), "sampling_params")
+        loras = _one_each(lora_request, len(prompts), "lora_request")
+        for lora in {lora for lora in loras if lora is not None}:
+            self._ensure_loaded(lora)
+        started: list[tuple[Prompt, Answer, LoRARequest | None]] = []
+        try:
+            for prompt, params, lora in zip(prompts, sampling, loras, strict=True):
+                name = None if lora is None else lora.lora_name
+                started.append((prompt, self.engine.start_sync(prompt, params, lora=name)[0], lora))
+            return [self._collect(*item) for item in started]
+        finally:
+            for _, answer, _ in started:
+                answer.abort()
+
+    def _ensure_loaded(self, lora: LoRARequest) -> None:
+        if not self.engine.adapters.contains(lora.lora_name):
+            self.engine.adapters.load(lora.lora_name, lora.lora_path)
+
+    def _collect(self, prompt: Prompt, answer: Answer, lora: LoRARequest | None) -> RequestOutput:
+        text, token_ids, logprobs = "", list[int](), list[TokenLogprob]()
+        stop_reason: str | int | None = None
+        for delta in answer:
+            text += delta.text
+            token_ids += delta.token_ids
+            logprobs += delta.logprobs
+            stop_reason = delta.stop_reason
+        receipt = answer.receipt
+        if lora is None and receipt.name is not None:
+            info = self.engine.adapters.get(receipt.name)
+            lora = LoRARequest(receipt.name, info.lora_int_id, info.source)
+        output = CompletionOutput(0, text, token_ids, answer.finish_reason, stop_reason, logprobs)
+        return RequestOutput(
+            request_id=answer.request_id,
+            prompt=prompt.text if isinstance(prompt, TextPrompt) else None,
+            prompt_token_ids=list(answer.prompt_token_ids),
+            outputs=[output],
+            finished=True,
+            lora_request=lora,
+            receipt=receipt,
+        )
+
+
+def _one_each(value: Any, count: int, name: str) -> list[Any]:
+    """A single value for all, or a sequence of the prompts' number."""
+    if isinstance(value, Sequence):
+        if len(value) != count:
+            raise InvalidRequest(f"{name} has {len(value)} items for {count} prompts.", param=name)
+        return list(value)
+    return [value] * count
+
+
+def _to_prompt(item: PromptInput) -> Prompt:
+    if isinstance(item, str):
+        return TextPrompt(item)
+    if "prompt_token_ids" in item:
+        return TokenPrompt(item["prompt_token_ids"])
+    media = dict(item.get("multi_modal_data") or {})
+    clips = media.pop("audio", [])
+    if media:
+        raise InvalidRequest(
+            f"multi_modal_data holds {', '.join(media)}; only audio is served.", param="multi_modal_data"
+        )
+    clips = clips if isinstance(clips, list) else [clips]
+    return TextPrompt(item["prompt"], [AudioPart(clip) for clip in clips])
+
+
+def _to_chat(messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+    return ChatPrompt([Message(message["role"], _to_content(message["content"])) for message in messages])
+
+
+def _to_content(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    parts: list[TextPart | AudioPart] = []
+    for part in content:
+        if part.get("type") == "text":
+            parts.append(TextPart(part["text"]))
+        elif part.get("type") == "audio":
+            parts.append(AudioPart(part["audio"]))
+        else:
+            raise InvalidRequest(f"A content part has the type {part.get('type')!r}; known are text and audio.")
+    return parts

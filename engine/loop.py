@@ -1,0 +1,285 @@
+"""The engine thread: takes requests in, runs step after step, and hands events out.
+
+Owns the thread, the inbox and the end of every request: whatever happens, each accepted request gets exactly one
+terminal event and then holds nothing. No user's file is read here and no adapter is parsed. Called by `engine/engine`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from engine.answer import Answer
+from engine.detokenizer import Detokenizer, FastTokenizer, StopMatcher
+from engine.errors import AppError, EngineClosed, EngineFault
+from engine.kv_cache import KVCache
+from engine.request import Delta, FinishReason, TokenLogprob
+from engine.runner import Runner
+from engine.sampler import INVALID_TOKEN, SamplerRow, make_generator
+from engine.scheduler import Plan, PlanItem, Scheduler
+from engine.state import EngineRequest, RequestState, Status
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class LoopCounters:
+    """What the loop has done since the start."""
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    num_finished: Counter[str] = dataclasses.field(default_factory=Counter)
+    batch_by_adapter: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Requests of the latest step by adapter name; the base model is `base`."""
+
+
+class EngineLoop:
+    """Runs the engine's steps on a thread of its own.
+
+    Args:
+        scheduler, runner, cache, tokenizer: the parts of the engine.
+        checks_integrity: assert after every step that nothing leaked (tests).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        cache: KVCache,
+        tokenizer: FastTokenizer,
+        *,
+        checks_integrity: bool = False,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._checks_integrity = checks_integrity
+        self._states: dict[str, RequestState] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._close_at = 0.0
+        self.counters = LoopCounters()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs and takes requests."""
+        return self._thread.is_alive() and not self._is_closing
+
+    def submit(self, request: EngineRequest, answer: Answer) -> None:
+        """Queue a request; the answer's events follow. Thread-safe.
+
+        Raises:
+            EngineClosed: the engine is shutting down; the request's adapter handle is released.
+        """
+        sampling = request.sampling
+        output_token_ids: list[int] = []
+        state = RequestState(
+            request=request,
+            answer=answer,
+            sampler_row=SamplerRow(
+                params=sampling,
+                generator=None if sampling.seed is None else make_generator(sampling.seed),
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=output_token_ids,
+            ),
+            detokenizer=Detokenizer(self._tokenizer, skip_special_tokens=sampling.skip_special_tokens),
+            stop_matcher=StopMatcher(tuple(sampling.stop), include_stop=sampling.include_stop_str_in_output),
+            token_ids=list(request.prompt_token_ids),
+            output_token_ids=output_token_ids,
+        )
+        answer.bind_abort(self.abort)
+        if not self._post(lambda: self._accept(state)):
+            if request.handle is not None:
+                request.handle.release()
+            raise EngineClosed("The server is shutting down; try again later.")
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; unknown ids are ignored. Thread-safe."""
+        self._post(lambda: self._abort(request_id))
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run something on the engine thread between two steps. Thread-safe; ignored while shutting down."""
+        self._post(action)
+
+    def close(self, drain_s: float) -> None:
+        """Take no more requests, let those under way end for `drain_s` seconds, end the rest, and stop the thread."""
+        with self._wake:
+            if not self._is_closing:
+                self._is_closing = True
+                self._close_at = time.monotonic() + drain_s
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _post(self, action: Callable[[], None]) -> bool:
+        with self._wake:
+            if self._is_closing and not self._thread.is_alive():
+                return False
+            self._inbox.append(action)
+            self._wake.notify()
+            return True
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._inbox and not self._scheduler.has_work and not self._is_closing:
+                    self._wake.wait()
+                actions = list(self._inbox)
+                self._inbox.clear()
+            for action in actions:
+                self._guard(action)
+            if self._is_closing and (not self._scheduler.has_work or time.monotonic() > self._close_at):
+                break
+            if self._scheduler.has_work:
+                self._step()
+        closed = EngineClosed("The server is shutting down; the answer was cut off.")
+        for state in list(self._states.values()):
+            self._fail(state, closed)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Thread border: an inbox action that fails is logged and never stops the loop."""
+        try:
+            action()
+        except Exception:
+            logger.exception("event=engine_action_failed")
+
+    def _accept(self, state: RequestState) -> None:
+        if self._is_closing:
+            self._states[state.request.request_id] = state
+            self._scheduler.add(state)
+            self._fail(state, EngineClosed("The server is shutting down; try again later."))
+            return
+        assert state.request.request_id not in self._states, "request ids are unique"
+        self._states[state.request.request_id] = state
+        self._scheduler.add(state)
+
+    def _abort(self, request_id: str) -> None:
+        state = self._states.get(request_id)
+        if state is not None:
+            self._finish(state, "abort", Delta(finish_reason="abort"))
+
+    def _step(self) -> None:
+        """One step. Thread border: whatever goes wrong in it fails the requests of the plan, not the loop."""
+        plan = Plan()
+        try:
+            plan = self._scheduler.schedule()
+            if not plan.items:
+                self._check_progress(plan)
+                return
+            self._announce(plan)
+            sampled = self._runner.execute(plan)
+            self._scheduler.commit(plan)
+            self._count(plan)
+        except Exception:
+            ids = ",".join(item.state.request.request_id for item in plan.items)
+            logger.exception("event=step_failed requests=%s", ids)
+            for item in plan.items:
+                self._fail(item.state, EngineFault("The engine failed while computing this answer; try again."))
+            return
+        for item, token_id, logprob in sampled:
+            self._take_token_guarded(item, token_id, logprob)
+        if self._checks_integrity:
+            self._scheduler.check_integrity()
+
+    def _check_progress(self, plan: Plan) -> None:
+        """Nothing could be planned: after a preemption that is normal; else the oldest waiter can never run."""
+        if not plan.preempted and not self._scheduler.running:
+            state = self._scheduler.waiting[0]
+            logger.error("event=request_cannot_run request=%s", state.request.request_id)
+            self._fail(state, EngineFault("The engine has no room for this request; make it shorter."))
+
+    def _announce(self, plan: Plan) -> None:
+        """Send the first event of requests that start in this step."""
+        for item in plan.items:
+            state = item.state
+            if not state.has_started:
+                state.has_started = True
+                receipt = dataclasses.replace(
+                    state.request.receipt,
+                    queue_ms=(time.monotonic() - state.submitted_at) * 1000,
+                    cached_tokens=min(item.start, state.prompt_len),
+                )
+                state.answer.put(Delta(receipt=receipt))
+
+    def _count(self, plan: Plan) -> None:
+        counters = self.counters
+        counters.num_steps += 1
+        for item in plan.items:
+            counters.prompt_tokens += max(0, min(item.end, item.state.prompt_len) - item.start)
+        counters.batch_by_adapter = dict(Counter(item.state.request.receipt.name or "base" for item in plan.items))
+
+    def _take_token_guarded(self, item: PlanItem, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Thread border: a fault in one request's text handling fails that request alone."""
+        try:
+            self._take_token(item.state, token_id, logprob)
+        except Exception:
+            logger.exception("event=request_failed request=%s", item.state.request.request_id)
+            self._fail(item.state, EngineFault("The engine failed while decoding this answer; try again."))
+
+    def _take_token(self, state: RequestState, token_id: int, logprob: TokenLogprob | None) -> None:
+        if state.status is Status.FINISHED:
+            return
+        if token_id == INVALID_TOKEN:
+            name = state.request.receipt.name
+            cause = f"the adapter {name!r} or the base model" if name else "the base model"
+            self._fail(state, EngineFault(f"The model's output is not a number (NaN); {cause} is numerically broken."))
+            return
+        state.append(token_id)
+        self.counters.generated_tokens += 1
+        logprobs = () if logprob is None else (logprob,)
+        is_stop_token, stop_token = self._is_stop_token(state, token_id)
+        stop_reason: str | int | None = stop_token
+        text, matched = "", None
+        if not is_stop_token:
+            text, matched = state.stop_matcher.push(state.detokenizer.push(token_id))
+        reason: FinishReason | None = None
+        if is_stop_token or matched is not None:
+            reason = "stop"
+            stop_reason = matched if matched is not None else stop_token
+        elif state.num_outputs >= state.request.max_tokens:
+            reason = "length"
+        if reason is None:
+            state.answer.put(Delta(text=text, token_ids=(token_id,), logprobs=logprobs))
+            return
+        if matched is None:
+            rest, late_match = state.stop_matcher.push(state.detokenizer.flush())
+            text += rest + ("" if late_match is not None else state.stop_matcher.flush())
+        delta = Delta(text, (token_id,), logprobs, reason, stop_reason)
+        self._finish(state, reason, delta)
+
+    def _is_stop_token(self, state: RequestState, token_id: int) -> tuple[bool, int | None]:
+        sampling = state.request.sampling
+        if token_id in sampling.stop_token_ids:
+            return True, token_id
+        return token_id in state.request.eos_token_ids and not sampling.ignore_eos, None
+
+    def _fail(self, state: RequestState, error: AppError) -> None:
+        """End a request with an error; what it computed is forgotten, since it may be wrong."""
+        exclusive = self._scheduler.blocks.exclusive(state.blocks)
+        self._cache.clear(exclusive)
+        self._finish(state, "error", error, keep_content=False)
+
+    def _finish(
+        self, state: RequestState, outcome: FinishReason, event: Delta | AppError, *, keep_content: bool = True
+    ) -> None:
+        """The one place where a request ends: free everything, then tell the reader."""
+        if state.status is Status.FINISHED:
+            return
+        self._scheduler.finish(state, keep_content=keep_content)
+        del self._states[state.request.request_id]
+        if state.request.handle is not None:
+            state.request.handle.release()
+        self.counters.num_finished[outcome] += 1
+        state.answer.put(event)

@@ -1,0 +1,245 @@
+"""The base model: transformers' own class, loaded and driven through its decoder submodule.
+
+Owns the weights and knows what the architecture table says about them. The engine calls four things: `embed`, `decode`,
+`logits` and `encode_audio`. Nothing here knows of requests or adapters' contents.
+
+T packed tokens, H hidden width, V vocabulary, R rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from adapters.surface import LinearSite, ModelSurface
+from engine.architectures import Architecture, find_architecture
+from engine.attention import PAGED_ATTENTION
+from engine.errors import AppError, InvalidRequest, UnsupportedModel
+from engine.kv_cache import KVShape
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NO_ADAPTER = {"subfolder": "no-adapter-is-loaded-with-the-base"}
+"""Granite Speech folders hold an adapter beside the model, which transformers would switch on for every request."""
+
+
+class BaseModel:
+    """A loaded base model.
+
+    Attributes:
+        model: the transformers model, in eval mode.
+        config: its config; `text_config` is the decoder's.
+        architecture: how to drive it.
+        device: where it lies.
+    """
+
+    def __init__(self, model: PreTrainedModel, architecture: Architecture, name: str) -> None:
+        self.model = model
+        self.name = name
+        self.architecture = architecture
+        self.config = model.config
+        self.text_config = model.config.get_text_config()
+        self.decoder = cast(Any, model.get_submodule(architecture.decoder))
+        self.device = next(model.parameters()).device
+        self.dtype: torch.dtype = next(self.decoder.parameters()).dtype
+        self._embedding = self.decoder.get_input_embeddings()
+        self._lm_head = cast(Any, model.get_submodule("lm_head"))
+        self._placeholder_id: int = getattr(model.config, "audio_token_id", None) or -1
+        # The decoder's layers read the implementation from this config at each call; towers have configs of their own.
+        self.decoder.config._attn_implementation = PAGED_ATTENTION
+
+    @property
+    def vocab_size(self) -> int:
+        """V, rows of the embedding."""
+        return int(self._embedding.weight.shape[0])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """Shape of the KV cache that the decoder needs."""
+        config = self.text_config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return KVShape(config.num_hidden_layers, num_kv_heads, head_dim, self.dtype)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] int64 -> [T, H]; media placeholders, which may lie outside the embedding, give row 0, to be overwritten."""
+        is_text = (token_ids < self.vocab_size) & (token_ids != self._placeholder_id)
+        embeddings: torch.Tensor = self._embedding(torch.where(is_text, token_ids, 0))
+        return embeddings
+
+    def decode(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T, H], [T] -> hidden states [T, H] after the final norm."""
+        output = self.decoder(inputs_embeds=embeddings[None], position_ids=positions[None], use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> [R, V] float32, with the architecture's scale or soft cap."""
+        return self.architecture.finish_logits(self._lm_head(hidden), self.text_config).float()
+
+    def encode_audio(self, features: torch.Tensor) -> torch.Tensor:
+        """One clip's [1, E, F] features -> [n, H]. One clip a call: padding would change the result."""
+        output = self.model.get_audio_features(features.to(self.device, self.dtype))  # type: ignore[operator]
+        encoded: torch.Tensor = output.pooler_output[0]
+        return encoded
+
+    def surface(
+        self, *, max_lora_rank: int, lora_dtype: torch.dtype, target_suffixes: tuple[str, ...] = ()
+    ) -> ModelSurface:
+        """What adapters may touch, for `adapters`."""
+        linears: dict[str, LinearSite] = {}
+        unsupported: dict[str, str] = {}
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding):
+                unsupported[name] = "LoRA on embeddings is not served"
+            elif _is_linear(module) and not _is_inside_attention_block(self.model, name):
+                linears[name] = LinearSite(name, module.in_features, module.out_features, self._part_of(name))
+        return ModelSurface(
+            model_name=self.name,
+            linears=linears,
+            unsupported=unsupported,
+            rename_key=_key_renamer(self.model),
+            max_lora_rank=max_lora_rank,
+            lora_dtype=lora_dtype,
+            target_suffixes=target_suffixes,
+        )
+
+    def _part_of(self, name: str) -> Any:
+        if name == "lm_head":
+            return "head"
+        return next((part for prefix, part in self.architecture.parts if name.startswith(prefix)), "decoder")
+
+
+def load_model(
+    path: str, *, load_format: str, dtype: str, device: str, gguf_file: str | None, seed: int, quantization: str | None
+) -> BaseModel:
+    """Load a base model from a folder or hub id.
+
+    Raises:
+        UnsupportedModel: the architecture is not served.
+        InvalidRequest: a setting is wrong, or no model is at the path.
+    """
+    if quantization is not None:
+        raise InvalidRequest(
+            f"--quantization {quantization} is not served yet; leave the flag out.", param="quantization"
+        )
+    if load_format not in ("auto", "dummy"):
+        raise InvalidRequest(f"--load-format is {load_format!r}, but must be auto or dummy.", param="load_format")
+    target = _pick_device(device)
+    with _plain_errors(path):
+        config = AutoConfig.from_pretrained(path, **_gguf(gguf_file))
+    architecture = find_architecture(config)
+    if isinstance(getattr(config, "quantization_config", None), dict):
+        raise UnsupportedModel("Checkpoints that are quantised already are not served yet; use the full-precision one.")
+    torch_dtype = _pick_dtype(dtype, config, target)
+    model_class = getattr(transformers, architecture.class_name)
+    if load_format == "dummy":
+        torch.manual_seed(seed)
+        with torch.device(target):
+            model = model_class._from_config(copy.deepcopy(config), dtype=torch_dtype)
+    else:
+        with _plain_errors(path):
+            model, report = model_class.from_pretrained(
+                path,
+                config=copy.deepcopy(config),
+                dtype=torch_dtype,
+                adapter_kwargs=dict(_NO_ADAPTER),
+                output_loading_info=True,
+                **_gguf(gguf_file),
+            )
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise UnsupportedModel(
+                f"The checkpoint lacks {len(missing)} weights of {architecture.class_name}, the first is {missing[0]!r}; "
+                "it may be damaged, or an adapter folder.",
+                param="model",
+            )
+    name = Path(path).name if Path(path).exists() else path
+    return BaseModel(model.eval().requires_grad_(False).to(target), architecture, name)
+
+
+def _gguf(gguf_file: str | None) -> dict[str, str]:
+    return {"gguf_file": gguf_file} if gguf_file else {}
+
+
+class _plain_errors:
+    """Turns what transformers raises for a bad path into one sentence."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, AppError) or not isinstance(error, (OSError, ValueError, KeyError)):
+            return
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidRequest(
+            f"No base model could be loaded from {self._path!r} ({first_line}); give a folder with config.json and "
+            "safetensors, or a Hugging Face id that this machine can reach.",
+            param="model",
+        ) from error
+
+
+def _pick_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest("--device is cuda, but torch sees no GPU; use --device cpu.", param="device")
+    if device not in ("cpu", "cuda"):
+        raise InvalidRequest(f"--device is {device!r}, but must be auto, cpu or cuda.", param="device")
+    return torch.device(device)
+
+
+def _pick_dtype(dtype: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's type on a GPU; on a CPU float32, which is exact and mostly faster there."""
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+        return own if isinstance(own, torch.dtype) else torch.bfloat16
+    if dtype in ("half", "float"):
+        dtype = {"half": "float16", "float": "float32"}[dtype]
+    if dtype not in _DTYPES:
+        raise InvalidRequest(f"--dtype is {dtype!r}, but must be auto or one of {', '.join(_DTYPES)}.", param="dtype")
+    return _DTYPES[dtype]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """A linear is what has in_features and out_features: nn.Linear and the quantised classes alike."""
+    return hasattr(module, "in_features") and hasattr(module, "out_features")
+
+
+def _is_inside_attention_block(model: nn.Module, name: str) -> bool:
+    """`nn.MultiheadAttention` never calls its children's forward, so LoRA there would do nothing."""
+    parent = name.rpartition(".")[0]
+    return bool(parent) and isinstance(model.get_submodule(parent), nn.MultiheadAttention)
+
+
+def _key_renamer(model: PreTrainedModel) -> Any:
+    """transformers' own renames of checkpoint keys for this model, as a function on module paths."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+
+    def rename(path: str) -> str:
+        for renaming in renamings:
+            path, _ = renaming.rename_source_key(path)
+        return path
+
+    return rename

@@ -1,0 +1,221 @@
+"""From messages, text or token ids to the token ids that the model reads, with a span of placeholders for each clip.
+
+Owns the chat template's use and the rule that text typed by a user is text: a special token's name inside a message is
+never read as that token. Knows nothing of routing or requests' lives. Called by `engine/intake`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.audio import AudioFrontend
+from engine.errors import InvalidRequest, MediaError
+from engine.request import AudioPart, ChatPrompt, ImagePart, Message, Prompt, TextPart, TextPrompt, TokenPrompt
+from engine.state import MediaInput, MediaSpan
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_GUARD = "\ue000"
+"""Stands for one special token's name that a user typed, while the template is rendered. A private-use character."""
+
+
+@dataclass(frozen=True)
+class BuiltPrompt:
+    """Token ids [P] with their media spans, and the text that they came from (None for token prompts)."""
+
+    token_ids: list[int]
+    spans: tuple[MediaSpan, ...]
+    text: str | None
+
+
+def media_parts(prompt: Prompt) -> list[AudioPart | ImagePart]:
+    """All media of a prompt, in order, earlier turns included."""
+    if isinstance(prompt, TextPrompt):
+        return list(prompt.audio)
+    if isinstance(prompt, TokenPrompt):
+        return []
+    return [
+        part
+        for message in prompt.messages
+        if not isinstance(message.content, str)
+        for part in message.content
+        if not isinstance(part, TextPart)
+    ]
+
+
+class PromptBuilder:
+    """Builds prompts for one model.
+
+    Args:
+        tokenizer: the model's fast tokenizer.
+        chat_template: its template, None when the model has none.
+        audio: the model's audio frontend, None when it takes no audio.
+        vocab_size: ids that a token prompt may hold are below this.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None, audio: AudioFrontend | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._audio = audio
+        self._vocab_size = vocab_size
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special_texts = sorted(special, key=len, reverse=True)
+        self._takes_parts = chat_template is not None and self._probe_parts()
+
+    def build(self, prompt: Prompt, media: Sequence[MediaInput]) -> BuiltPrompt:
+        """Token ids and spans; `media` are the prompt's, in the order of `media_parts`.
+
+        Raises:
+            InvalidRequest: the prompt is empty, or the template refuses the messages.
+            MediaError: the number of placeholders and of clips differ.
+        """
+        if isinstance(prompt, TokenPrompt):
+            built = BuiltPrompt(self._check_ids(prompt.token_ids), (), None)
+        elif isinstance(prompt, TextPrompt):
+            token_ids = self._tokenizer(prompt.text)["input_ids"]
+            built = self._expand(token_ids, media, prompt.text)
+        else:
+            text, guarded = self._render(prompt)
+            built = self._expand(self._encode_guarded(text, guarded), media, text)
+        if not built.token_ids:
+            raise InvalidRequest("The prompt is empty; send at least one token.", param="prompt")
+        return built
+
+    def _check_ids(self, token_ids: Sequence[int]) -> list[int]:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(
+                    f"The prompt holds the token id {token_id}, but ids are between 0 and {self._vocab_size - 1}.",
+                    param="prompt",
+                )
+        if self._audio is not None and self._audio.placeholder_id in token_ids:
+            raise InvalidRequest(
+                "A token prompt cannot hold audio placeholders; send audio as a message.", param="prompt"
+            )
+        return list(token_ids)
+
+    def _expand(self, token_ids: list[int], media: Sequence[MediaInput], text: str) -> BuiltPrompt:
+        """Replace each single placeholder by as many as its clip fills."""
+        if self._audio is None:
+            return BuiltPrompt(token_ids, (), text)
+        placeholder_id = self._audio.placeholder_id
+        num_placeholders = token_ids.count(placeholder_id)
+        if num_placeholders != len(media):
+            raise MediaError(
+                f"The prompt has {num_placeholders} {self._audio.placeholder} placeholder(s) for {len(media)} audio clip(s); "
+                "write one for each clip."
+            )
+        expanded: list[int] = []
+        spans: list[MediaSpan] = []
+        for token_id in token_ids:
+            if token_id == placeholder_id:
+                item = media[len(spans)]
+                spans.append(MediaSpan(len(expanded), item))
+                expanded += [placeholder_id] * item.num_tokens
+            else:
+                expanded.append(token_id)
+        return BuiltPrompt(expanded, tuple(spans), text)
+
+    def _render(self, prompt: ChatPrompt) -> tuple[str, list[str]]:
+        """The template's text, with a guard character for each special token's name that stood in a message."""
+        if self._chat_template is None:
+            raise InvalidRequest(
+                "The model has no chat template, so it cannot chat; use /v1/completions with a plain prompt.",
+                param="messages",
+            )
+        if not prompt.messages:
+            raise InvalidRequest("messages is empty; send at least one message.", param="messages")
+        guarded: list[str] = []
+        conversation = [self._message(message, index, guarded) for index, message in enumerate(prompt.messages)]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                conversation,
+                chat_template=self._chat_template,
+                tokenize=False,
+                add_generation_prompt=prompt.add_generation_prompt and not prompt.continue_final_message,
+                continue_final_message=prompt.continue_final_message,
+                **prompt.template_kwargs,
+            )
+        except Exception as error:  # Templates are programs that ship with models: they raise what they like.
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {error}.", param="messages"
+            ) from error
+        return text, guarded
+
+    def _message(self, message: Message, index: int, guarded: list[str]) -> dict[str, Any]:
+        if message.role not in ROLES:
+            raise InvalidRequest(
+                f"The role {message.role!r} is not known; known are {', '.join(ROLES)}.",
+                param=f"messages[{index}].role",
+            )
+        role = "system" if message.role == "developer" else message.role
+        if isinstance(message.content, str):
+            return {"role": role, "content": self._as_content([self._guard(message.content, guarded)])}
+        pieces: list[str] = []
+        previous: object = None
+        for part in message.content:
+            if isinstance(part, TextPart):
+                joint = "\n" if isinstance(previous, TextPart) else ""
+                pieces.append(joint + self._guard(part.text, guarded))
+            else:
+                assert self._audio is not None and isinstance(part, AudioPart), (
+                    "media of other kinds are refused before"
+                )
+                pieces.append(self._audio.placeholder)
+            previous = part
+        return {"role": role, "content": self._as_content(pieces)}
+
+    def _as_content(self, pieces: list[str]) -> Any:
+        text = "".join(pieces)
+        return [{"type": "text", "text": text}] if self._takes_parts else text
+
+    def _guard(self, text: str, guarded: list[str]) -> str:
+        """Replace names of special tokens by guards, in order; `_encode_guarded` puts them back as plain text."""
+        for special in (_GUARD, *self._special_texts):
+            if special in text:
+                break
+        else:
+            return text
+        result: list[str] = []
+        position = 0
+        while position < len(text):
+            special = next((name for name in (_GUARD, *self._special_texts) if text.startswith(name, position)), "")
+            if special:
+                guarded.append(special)
+                result.append(_GUARD)
+            else:
+                result.append(text[position])
+            position += len(special) or 1
+        return "".join(result)
+
+    def _encode_guarded(self, text: str, guarded: list[str]) -> list[int]:
+        """Tokenise a rendered text; what the guards stand for is tokenised in two halves, which are no special token."""
+        if not guarded:
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        token_ids: list[int] = []
+        pieces = text.split(_GUARD)
+        for index, piece in enumerate(pieces):
+            plain = [piece]
+            if index < len(pieces) - 1:
+                # A template that drops or repeats a message makes the counts differ; the guard itself is then the text.
+                name = guarded[index] if len(pieces) - 1 == len(guarded) else _GUARD
+                plain += [name[: len(name) // 2], name[len(name) // 2 :]]
+            for part in plain:
+                if part:
+                    token_ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
+        return token_ids
+
+    def _probe_parts(self) -> bool:
+        """Whether the template wants a message's content as a list of parts rather than as a string."""
+        probe = "probe-of-the-template"
+        for content, is_list in ((probe, False), ([{"type": "text", "text": probe}], True)):
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": content}], chat_template=self._chat_template, tokenize=False
+                )
+            except Exception:  # noqa: BLE001 - as above: a template may raise anything on a form that it does not take
+                continue
+            if probe in text and "'type'" not in text:
+                return is_list
+        return False

@@ -1,0 +1,295 @@
+"""The choice of the next token for each row of a step.
+
+Owns the order in which sampling parameters act: logit bias, penalties, then the likeliest token where the temperature
+is 0; else temperature, top-k, top-p, min-p (the order of transformers' warpers) and one draw. A row's outcome depends
+on its own logits, parameters and random numbers alone, never on the rest of the batch. Knows nothing of requests'
+lives; the engine's runner calls it once a step.
+
+Dimensions: R rows, P rows with a penalty, S rows that are drawn at random, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.errors import InvalidRequest
+from engine.request import SamplingParams, TokenLogprob
+
+INVALID_TOKEN = -1  # a row whose logits hold NaN or no finite value at all
+
+
+@dataclass(eq=False)
+class SamplerRow:
+    """What the sampler knows of one request; made once and kept, since `output_token_ids` is read anew at each step.
+
+    `generator` (see `make_generator`) belongs to a seeded row alone; rows without one share the sampler's.
+    """
+
+    params: SamplingParams
+    generator: torch.Generator | None = None
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    has_edits: bool = field(init=False, repr=False)  # bias or penalties: the logits change
+    is_plain: bool = field(
+        init=False, repr=False
+    )  # its token is the argmax of the raw logits, nothing else is asked for
+    _prompt_ids: Tensor | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        has_penalties = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+        self.has_edits = has_penalties or bool(params.logit_bias)
+        self.is_plain = params.temperature == 0.0 and params.logprobs is None and not self.has_edits
+
+    def unique_prompt_ids(self, device: torch.device, vocab_size: int) -> Tensor:
+        """The prompt's distinct ids [n] int64 on `device`, kept for the row's next steps.
+
+        Ids past the head's rows are left out: placeholders of media may lie there.
+        """
+        if self._prompt_ids is None:
+            distinct = sorted(token_id for token_id in set(self.prompt_token_ids) if token_id < vocab_size)
+            self._prompt_ids = torch.tensor(distinct, dtype=torch.int64).to(device)
+        return self._prompt_ids
+
+
+def make_generator(seed: int) -> torch.Generator:
+    """The random numbers of a seeded request: on the CPU, so that a draw never waits for the device."""
+    return torch.Generator(device="cpu").manual_seed(seed % 2**64)
+
+
+def check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse a `logit_bias` with an id outside the vocabulary or a value that is no finite number.
+
+    Raises:
+        InvalidRequest: names the entry.
+    """
+    for token_id, bias in (params.logit_bias or {}).items():
+        if not 0 <= token_id < vocab_size:
+            allowed = f"token ids are between 0 and {vocab_size - 1}"
+            raise InvalidRequest(f"logit_bias holds token id {token_id}, but {allowed}.", param="logit_bias")
+        if not -100.0 <= bias <= 100.0:
+            message = f"logit_bias of token {token_id} is {bias}, but must be between -100 and 100."
+            raise InvalidRequest(message, param="logit_bias")
+
+
+class Sampler:
+    """Chooses tokens for batches of rows; `seed` feeds the rows that have no generator of their own."""
+
+    def __init__(self, seed: int, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._generator = make_generator(seed)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[list[int], list[TokenLogprob | None]]:
+        """One token for each row, and its log probability where the row asks for it.
+
+        Args:
+            logits: [R, V] float32, left as they are.
+            rows: R rows in the order of `logits`.
+
+        Returns:
+            Token ids, `INVALID_TOKEN` for a row that holds NaN or nothing finite; log probabilities of the raw logits.
+        """
+        assert logits.shape[0] == len(rows), (logits.shape, len(rows))
+        if not rows:
+            return [], []
+        highest, token_ids = logits.max(dim=-1)
+        is_valid = highest.isfinite()  # a NaN anywhere in a row is its maximum
+        if not all(row.is_plain for row in rows):
+            edited = _edit_logits(logits, rows)
+            if edited is not logits:
+                token_ids = edited.argmax(dim=-1)
+            drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0]
+            if drawn:
+                token_ids = self._draw(edited, token_ids, rows, drawn)
+        chosen: list[int] = torch.where(is_valid, token_ids, INVALID_TOKEN).tolist()
+        return chosen, _logprobs(logits, rows, chosen)
+
+    def _draw(self, logits: Tensor, token_ids: Tensor, rows: Sequence[SamplerRow], drawn: list[int]) -> Tensor:
+        """`token_ids` [R] with a random choice in the rows `drawn`.
+
+        Rows with top-k or top-p are drawn from sorted probabilities, the others in vocabulary order: which way a row
+        goes depends on its own parameters, so that a seed gives the same token in any batch.
+        """
+        uniforms = self._uniforms(rows, drawn)
+        token_ids = token_ids.clone()
+        vocab_size = logits.shape[-1]
+        truncated = [_is_truncated(rows[index].params, vocab_size) for index in drawn]
+        for needs_sort, draw in ((False, _draw_plain), (True, _draw_truncated)):
+            picked = [position for position, is_truncated in enumerate(truncated) if is_truncated is needs_sort]
+            if not picked:
+                continue
+            group = [drawn[position] for position in picked]
+            params = [rows[index].params for index in group]
+            settings = torch.tensor(
+                [
+                    (
+                        uniforms[position],
+                        param.temperature,
+                        param.top_k if 0 < param.top_k < vocab_size else vocab_size,
+                        param.top_p if param.top_p < 1.0 else math.inf,
+                        math.log(param.min_p) if param.min_p > 0.0 else -math.inf,
+                    )
+                    for position, param in zip(picked, params, strict=True)
+                ],
+                dtype=torch.float64,
+            )
+            settings = settings.to(logits.device, non_blocking=True)
+            index = torch.tensor(group).to(logits.device, non_blocking=True)
+            token_ids[index] = draw(logits[index], settings)
+        return token_ids
+
+    def _uniforms(self, rows: Sequence[SamplerRow], drawn: Sequence[int]) -> list[float]:
+        """One number in [0, 1) for each row of `drawn`, from the row's own generator or the shared one."""
+        shared: list[float] = torch.rand(len(drawn), generator=self._generator, dtype=torch.float64).tolist()
+        for position, index in enumerate(drawn):
+            generator = rows[index].generator
+            if generator is not None:
+                assert generator.device.type == "cpu", "make_generator makes the generators of seeded rows"
+                shared[position] = torch.rand(1, generator=generator, dtype=torch.float64).item()
+        return shared
+
+
+def _is_truncated(params: SamplingParams, vocab_size: int) -> bool:
+    return params.top_p < 1.0 or 0 < params.top_k < vocab_size
+
+
+def _edit_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Logits [R, V] with bias and penalties applied; the very same tensor where no row has any."""
+    edited_rows = [index for index, row in enumerate(rows) if row.has_edits]
+    if not edited_rows:
+        return logits
+    logits = logits.clone()
+    biases = [
+        (index, token_id, bias)
+        for index in edited_rows
+        for token_id, bias in (rows[index].params.logit_bias or {}).items()
+        if 0 <= token_id < logits.shape[1]  # check_logit_bias refuses others; here they must not break the batch
+    ]
+    if biases:
+        row_ids, token_ids, values = (torch.tensor(column).to(logits.device) for column in zip(*biases, strict=True))
+        logits[row_ids, token_ids] += values.to(logits.dtype)
+    repeated = [index for index in edited_rows if rows[index].params.repetition_penalty != 1.0]
+    if repeated:
+        _apply_repetition_penalty(logits, rows, repeated)
+    counted = [index for index in edited_rows if _counts_output(rows[index].params)]
+    if counted:
+        _apply_count_penalties(logits, rows, counted)
+    return logits
+
+
+def _counts_output(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty)
+
+
+def _apply_repetition_penalty(logits: Tensor, rows: Sequence[SamplerRow], picked: Sequence[int]) -> None:
+    """Divide positive and multiply negative logits of ids in the prompt or the output (CTRL, arXiv:1909.05858)."""
+    prompts = [rows[index].unique_prompt_ids(logits.device, logits.shape[1]) for index in picked]
+    lengths = torch.tensor([prompt.numel() for prompt in prompts])
+    prompt_rows = torch.arange(len(picked)).repeat_interleave(lengths).to(logits.device)
+    output_rows, output_ids = _flat_output_ids(rows, picked, logits.device)
+    local_rows, seen_ids = torch.cat([prompt_rows, output_rows]), torch.cat([*prompts, output_ids])
+    penalties = [rows[index].params.repetition_penalty for index in picked]
+    factor = torch.tensor(penalties, dtype=logits.dtype).to(logits.device)[local_rows]
+    row_ids = torch.tensor(picked).to(logits.device)[local_rows]
+    values = logits[row_ids, seen_ids]
+    # An id that occurs twice gets the same value written twice.
+    logits[row_ids, seen_ids] = torch.where(values < 0, values * factor, values / factor)
+
+
+def _apply_count_penalties(logits: Tensor, rows: Sequence[SamplerRow], picked: Sequence[int]) -> None:
+    """Subtract `frequency_penalty` times an id's count in the output, and `presence_penalty` once if it is there."""
+    local_rows, output_ids = _flat_output_ids(rows, picked, logits.device)
+    counts = torch.zeros(len(picked), logits.shape[1], dtype=logits.dtype, device=logits.device)
+    counts.index_put_((local_rows, output_ids), torch.ones_like(output_ids, dtype=logits.dtype), accumulate=True)
+    penalties = [(rows[index].params.frequency_penalty, rows[index].params.presence_penalty) for index in picked]
+    frequency, presence = torch.tensor(penalties, dtype=logits.dtype).to(logits.device).unsqueeze(-1).unbind(1)
+    row_ids = torch.tensor(picked).to(logits.device)
+    logits[row_ids] -= frequency * counts + presence * (counts > 0)
+
+
+def _flat_output_ids(rows: Sequence[SamplerRow], picked: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Position in `picked` and token id [n] int64 of each output token of these rows, repetitions included."""
+    local_rows = [position for position, index in enumerate(picked) for _ in rows[index].output_token_ids]
+    token_ids = [token_id for index in picked for token_id in rows[index].output_token_ids]
+    flat = torch.tensor([local_rows, token_ids], dtype=torch.int64).to(device)
+    return flat[0], flat[1]
+
+
+def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits [S, V] over temperature [S, 1], with each row's maximum at 0 so that no temperature overflows."""
+    divisor = temperature.to(logits.dtype).clamp(min=torch.finfo(logits.dtype).tiny)
+    return (logits - logits.amax(dim=-1, keepdim=True)) / divisor
+
+
+def _draw_plain(logits: Tensor, settings: Tensor) -> Tensor:
+    """Token ids [S] of rows with neither top-k nor top-p. `settings` [S, 5] float64 as `Sampler._draw` builds it."""
+    uniform, temperature, _, _, log_min_p = settings.unsqueeze(-1).unbind(1)
+    scaled = _scaled(logits, temperature)
+    weights = scaled.exp().masked_fill_(scaled < log_min_p, 0.0)
+    return _pick(weights, uniform)
+
+
+def _draw_truncated(logits: Tensor, settings: Tensor) -> Tensor:
+    """Token ids [S] of rows with top-k or top-p."""
+    uniform = settings[:, :1]
+    weights, sorted_ids = truncated_weights(logits, settings)
+    return sorted_ids.gather(-1, _pick(weights, uniform).unsqueeze(-1)).squeeze(-1)
+
+
+def truncated_weights(logits: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
+    """Unnormalised probabilities [S, V] in falling order, 0 for tokens that are not kept, and their token ids [S, V].
+
+    Kept are the k likeliest and all that equal the k-th; of these the shortest beginning whose probability reaches p;
+    of these, those that have at least min-p times the likeliest one's. The likeliest token is always kept.
+    """
+    _, temperature, top_k, top_p, log_min_p = settings.unsqueeze(-1).unbind(1)
+    scaled, sorted_ids = torch.sort(_scaled(logits, temperature), dim=-1, descending=True, stable=True)
+    kth = scaled.gather(-1, top_k.long() - 1)
+    weights = scaled.exp().masked_fill_(scaled < kth, 0.0)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    probability_before = (cumulative - weights) / cumulative[:, -1:]
+    is_dropped = (probability_before >= top_p) | (scaled < log_min_p)
+    is_dropped[:, 0] = False
+    return weights.masked_fill_(is_dropped, 0.0), sorted_ids
+
+
+def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Position [S] drawn from unnormalised `weights` [S, V] by inverting their distribution at `uniform` [S, 1].
+
+    Sums in float64: over a large vocabulary float32 would move the likelier tokens' borders.
+    """
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Below the total, so that the first sum above the target exists and belongs to a weight that is not 0.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    position = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return position.clamp_(max=weights.shape[-1] - 1)  # only a row of NaN gets past the end
+
+
+def _logprobs(logits: Tensor, rows: Sequence[SamplerRow], chosen: Sequence[int]) -> list[TokenLogprob | None]:
+    """Log probabilities of the raw logits for the rows that ask for them."""
+    result: list[TokenLogprob | None] = [None] * len(rows)
+    wanted = [
+        index for index, row in enumerate(rows) if row.params.logprobs is not None and chosen[index] != INVALID_TOKEN
+    ]
+    if not wanted:
+        return result
+    num_top = min(max(rows[index].params.logprobs or 0 for index in wanted), logits.shape[-1])
+    logprobs = logits[torch.tensor(wanted).to(logits.device)].log_softmax(dim=-1)
+    chosen_ids = torch.tensor([chosen[index] for index in wanted]).to(logits.device)
+    top_values, top_ids = logprobs.topk(num_top, dim=-1)
+    # One transfer: ids up to 2^53 are exact in float64.
+    packed = torch.cat(
+        [logprobs.gather(-1, chosen_ids.unsqueeze(-1)).double(), top_values.double(), top_ids.double()], -1
+    )
+    for index, values in zip(wanted, packed.tolist(), strict=True):
+        num_asked = min(rows[index].params.logprobs or 0, num_top)
+        top = zip(values[1 + num_top : 1 + num_top + num_asked], values[1 : 1 + num_asked], strict=True)
+        result[index] = TokenLogprob(chosen[index], values[0], tuple((int(token_id), value) for token_id, value in top))
+    return result

@@ -1,0 +1,250 @@
+"""Decides what one step computes: which requests, how many tokens of each, with which blocks and adapters.
+
+Owns the waiting and running requests, and through the pools their KV blocks and LoRA rows. Decodes come first, then the
+prompts under way, then new requests, all under one token budget. When blocks run out, the youngest request is put back
+and computed again later. Knows nothing of tensors or text. Called by `engine/loop` on the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.block_pool import BlockPool
+from engine.state import RequestState, Status
+
+if TYPE_CHECKING:
+    from adapters.slots import SlotPool
+
+
+@dataclass(frozen=True)
+class PlanItem:
+    """Compute tokens [start, end) of a request; sample after them when they are its last ones."""
+
+    state: RequestState
+    start: int
+    end: int
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether this chunk ends with the newest token, so that the next one can be chosen."""
+        return self.end == len(self.state.token_ids)
+
+
+@dataclass
+class Plan:
+    """One step's work, ordered by LoRA row (base first), so that an adapter's tokens are one segment."""
+
+    items: list[PlanItem] = field(default_factory=list)
+    preempted: list[RequestState] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the packed tokens of the step."""
+        return sum(item.end - item.start for item in self.items)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix reuse, preemption and fair use of LoRA rows.
+
+    A request whose adapter finds no free row lets later ones pass, but at most `max_passes` of them; from then on no
+    request may take or prolong a row before it (base requests still may), so it waits at most for the requests that
+    run at that moment.
+
+    Args:
+        blocks: the KV block pool.
+        slots: the LoRA rows, None when adapters are off.
+        max_num_seqs: most requests in a step.
+        max_num_batched_tokens: token budget of a step.
+        block_size: tokens in a block.
+        max_passes: see above.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockPool,
+        slots: SlotPool | None,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        block_size: int,
+        max_passes: int = 64,
+    ) -> None:
+        self.blocks = blocks
+        self.slots = slots
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.block_size = block_size
+        self.max_passes = max_passes
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
+        self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    def add(self, state: RequestState) -> None:
+        """Queue a new request."""
+        self.waiting.append(state)
+
+    def finish(self, state: RequestState, *, keep_content: bool = True) -> None:
+        """Take a request out, wherever it is, and free all it holds but its adapter handle (the loop's)."""
+        if state.status is Status.RUNNING:
+            self.running.remove(state)
+            self._free(state, keep_content=keep_content)
+        elif state.status is Status.WAITING:
+            self.waiting.remove(state)
+        state.status = Status.FINISHED
+        state.media_features.clear()
+
+    def schedule(self) -> Plan:
+        """The next step's plan; empty when nothing can run."""
+        plan: dict[int, PlanItem] = {}
+        preempted: list[RequestState] = []
+        budget = self.max_num_batched_tokens
+        for state in sorted(self.running, key=lambda state: state.num_pending > 1):
+            if budget == 0:
+                break
+            if state.status is not Status.RUNNING:
+                continue
+            num_tokens = min(state.num_pending, budget)
+            while not self._grow(state, state.num_computed + num_tokens):
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted.append(victim)
+                item = plan.pop(id(victim), None)
+                if item is not None:
+                    budget += item.end - item.start
+                if victim is state:
+                    break
+            else:
+                plan[id(state)] = PlanItem(state, state.num_computed, state.num_computed + num_tokens)
+                budget -= num_tokens
+        if not preempted:
+            self._admit(plan, budget)
+        items = sorted(plan.values(), key=lambda item: item.state.lora_slot)
+        return Plan(items, preempted)
+
+    def commit(self, plan: Plan) -> None:
+        """Record that the plan's keys and values are written, and offer the blocks they filled to later prompts."""
+        for item in plan.items:
+            state = item.state
+            state.num_computed = item.end
+            num_full = item.end // self.block_size
+            if num_full > state.num_published and self.blocks.enable_prefix_caching:
+                state.update_hashes(self.block_size)
+                for index in range(state.num_published, num_full):
+                    self.blocks.publish(state.blocks[index], state.block_hashes[index])
+                state.num_published = num_full
+
+    def _admit(self, plan: dict[int, PlanItem], budget: int) -> None:
+        """Start waiting requests, oldest first, while there is room."""
+        passed: list[RequestState] = []
+        rows_are_closed = False
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            state = self.waiting.popleft()
+            if not self._may_take_row(state, rows_are_closed):
+                passed.append(state)
+                rows_are_closed = rows_are_closed or state.times_passed >= self.max_passes
+                continue
+            matched = self._match_prefix(state)
+            num_tokens = min(len(state.token_ids) - len(matched) * self.block_size, budget)
+            if not self._start(state, matched, num_tokens):
+                self.waiting.appendleft(state)
+                break
+            for earlier in passed:
+                earlier.times_passed += 1
+            plan[id(state)] = PlanItem(state, state.num_computed, state.num_computed + num_tokens)
+            budget -= num_tokens
+        self.waiting.extendleft(reversed(passed))
+
+    def _may_take_row(self, state: RequestState, rows_are_closed: bool) -> bool:
+        handle = state.request.handle
+        if handle is None:
+            return True
+        assert self.slots is not None, "a request holds an adapter although adapters are off"
+        return not rows_are_closed and self.slots.can_acquire(handle.generation)
+
+    def _match_prefix(self, state: RequestState) -> list[int]:
+        """Cached blocks of the request's beginning; the last token is always computed, since its logits are needed."""
+        state.update_hashes(self.block_size)
+        num_usable = (len(state.token_ids) - 1) // self.block_size
+        return self.blocks.match(state.block_hashes[:num_usable])
+
+    def _start(self, state: RequestState, matched: list[int], num_tokens: int) -> bool:
+        """Give a waiting request its blocks and LoRA row; no change and False when there are not enough blocks."""
+        num_cached = len(matched) * self.block_size
+        num_new = self._num_blocks(num_cached + num_tokens) - len(matched)
+        if num_new + self.blocks.num_idle(matched) > self.blocks.num_free:
+            return False
+        self.blocks.take(matched)
+        fresh = self.blocks.allocate(num_new)
+        assert fresh is not None, "free blocks were counted wrongly"
+        if state.request.handle is not None:
+            assert self.slots is not None
+            lora_slot = self.slots.acquire(state.request.handle.generation)
+            assert lora_slot is not None, "a LoRA row was promised and is gone"
+            state.lora_slot = lora_slot
+        state.blocks = [*matched, *fresh]
+        state.num_computed = num_cached
+        state.num_published = len(matched)
+        state.status = Status.RUNNING
+        if state.num_preemptions == 0:
+            self.prefix_query_tokens += state.prompt_len
+            self.prefix_hit_tokens += num_cached
+        self.running.append(state)
+        return True
+
+    def _grow(self, state: RequestState, num_tokens: int) -> bool:
+        """Make sure that the request's blocks hold `num_tokens` tokens; False when there are not enough blocks."""
+        fresh = self.blocks.allocate(self._num_blocks(num_tokens) - len(state.blocks))
+        if fresh is None:
+            return False
+        state.blocks += fresh
+        return True
+
+    def _preempt(self, state: RequestState) -> None:
+        """Put a running request back at the head of the queue; what the prefix cache keeps of it is not lost."""
+        self.running.remove(state)
+        self._free(state)
+        state.status = Status.WAITING
+        state.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(state)
+
+    def _free(self, state: RequestState, *, keep_content: bool = True) -> None:
+        self.blocks.release(state.blocks, keep_content=keep_content)
+        state.blocks = []
+        state.num_computed = 0
+        state.num_published = 0
+        if state.lora_slot >= 0:
+            assert self.slots is not None and state.request.handle is not None
+            self.slots.release(state.request.handle.generation)
+            state.lora_slot = -1
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def all_states(self) -> Iterator[RequestState]:
+        """Every request that has not ended."""
+        yield from self.running
+        yield from self.waiting
+
+    def check_integrity(self) -> None:
+        """Assert that pools and requests agree."""
+        self.blocks.check_integrity([state.blocks for state in self.running])
+        if self.slots is not None:
+            self.slots.check_integrity()
+        for state in self.waiting:
+            assert state.status is Status.WAITING and not state.blocks and state.lora_slot == -1, (
+                "a waiter holds things"
+            )
+        for state in self.running:
+            assert state.status is Status.RUNNING
+            assert len(state.blocks) * self.block_size >= state.num_computed, "a request lacks blocks"

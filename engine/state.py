@@ -1,0 +1,155 @@
+"""One request's life inside the engine: the frozen input and the mutable state.
+
+`EngineRequest` is what `engine/intake` hands to the loop; `RequestState` is what the scheduler, batch and loop work on.
+Touched by the engine thread only, once submitted.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.block_pool import hash_block, root_hash
+from engine.request import Receipt, SamplingParams
+
+if TYPE_CHECKING:
+    from adapters.generation import GenerationHandle
+    from engine.answer import Answer
+    from engine.detokenizer import Detokenizer, StopMatcher
+    from engine.sampler import SamplerRow
+
+
+@dataclass(frozen=True)
+class MediaInput:
+    """One media item, ready for the model's tower.
+
+    Attributes:
+        digest: content digest of the decoded media and of the preprocessing.
+        features: what the tower takes, [1, E, F] float32 for audio.
+        num_tokens: placeholders that it fills in the prompt.
+    """
+
+    digest: str
+    features: torch.Tensor
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class MediaSpan:
+    """Prompt tokens [start, start + media.num_tokens) are placeholders of `media`."""
+
+    start: int
+    media: MediaInput
+
+    @property
+    def end(self) -> int:
+        """First token after the span."""
+        return self.start + self.media.num_tokens
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A prompt that is ready to be scheduled.
+
+    Attributes:
+        prompt_token_ids: [P], placeholders included.
+        spans: media in the prompt, in order, not overlapping.
+        max_tokens: tokens to generate at most; P + max_tokens fits the context.
+        eos_token_ids: tokens that end the answer (unless `sampling.ignore_eos`).
+        handle: the adapter's generation, held until the request ends; None for the base model.
+        receipt: without queue time and cached tokens, which are not known yet.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    spans: tuple[MediaSpan, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    eos_token_ids: frozenset[int]
+    handle: GenerationHandle | None
+    receipt: Receipt
+
+    @property
+    def generation_digest(self) -> str | None:
+        """Digest of the adapter's content, None for the base model."""
+        return self.handle.generation.digest if self.handle else None
+
+
+class Status(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class RequestState:
+    """The mutable side of a request.
+
+    Attributes:
+        token_ids: prompt and answer so far.
+        output_token_ids: the answer alone; the sampler row sees the same list.
+        num_computed: tokens whose keys and values lie in `blocks`.
+        block_hashes: hashes of the full blocks of `token_ids` so far, in order.
+        num_published: how many of `blocks` have been offered to the prefix cache.
+        lora_slot: row of the LoRA buffers while running; -1 for the base model.
+        media_features: tower outputs by digest, kept until the request ends so that preemption recomputes none.
+        times_passed: how often a later request was admitted while this one waited for a LoRA slot.
+    """
+
+    request: EngineRequest
+    answer: Answer
+    sampler_row: SamplerRow
+    detokenizer: Detokenizer
+    stop_matcher: StopMatcher
+    token_ids: list[int]
+    output_token_ids: list[int]
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_published: int = 0
+    blocks: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    lora_slot: int = -1
+    media_features: dict[str, torch.Tensor] = field(default_factory=dict)
+    times_passed: int = 0
+    num_preemptions: int = 0
+    submitted_at: float = field(default_factory=time.monotonic)
+    has_started: bool = False
+
+    @property
+    def prompt_len(self) -> int:
+        """P, in tokens."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.output_token_ids)
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token; its keys and values are pending until the next step."""
+        self.token_ids.append(token_id)
+        self.output_token_ids.append(token_id)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose keys and values are not computed yet; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    def update_hashes(self, block_size: int) -> None:
+        """Extend `block_hashes` over all full blocks of `token_ids`."""
+        while (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
+            start = len(self.block_hashes) * block_size
+            end = start + block_size
+            parent = self.block_hashes[-1] if self.block_hashes else root_hash(self.request.generation_digest)
+            media_keys = [
+                f"{span.media.digest}@{span.start - start}"
+                for span in self.request.spans
+                if span.start < end and start < span.end
+            ]
+            self.block_hashes.append(hash_block(parent, self.token_ids[start:end], media_keys))

@@ -1,0 +1,116 @@
+"""Plain PyTorch twins of the kernels: the CPU path, and the oracle that faster ones are tested against.
+
+Each function's first line is its meaning in slicing notation. No state, no allocation that outlives a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from kernels.metadata import AttentionMetadata, LoraSegment
+
+
+def lora_add_(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: Sequence[int],
+    segments: Sequence[LoraSegment],
+) -> None:
+    """`output[s:e] += (x[s:e] @ lora_a[n, :r].T) @ lora_b[n, :, :r].T` for each segment `(n, s, e)` with `r = ranks[n]`.
+
+    Tokens in no segment, and segments whose rank is 0 here, are left exactly as they are.
+
+    Args:
+        output: [T, out], accumulated in place.
+        x: [T, in], same dtype as the LoRA buffers.
+        lora_a: [N, R, in]; rows above an adapter's own rank are never read.
+        lora_b: [N, out, R], with the adapter's scale folded in.
+        ranks: N ranks of this module's adapters; 0 where an adapter does not touch the module.
+        segments: disjoint ranges of packed tokens.
+    """
+    for lora_slot, token_start, token_end in segments:
+        rank = ranks[lora_slot]
+        if rank:
+            shrunk = F.linear(x[token_start:token_end], lora_a[lora_slot, :rank])
+            output[token_start:token_end].addmm_(shrunk, lora_b[lora_slot, :, :rank].T)
+
+
+def write_kv_(
+    k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, kv_index: torch.Tensor
+) -> None:
+    """`k_pool[kv_index] = k; v_pool[kv_index] = v`.
+
+    Args:
+        k, v: [T, Hkv, D].
+        k_pool, v_pool: [num_blocks * P, Hkv, D], written in place.
+        kv_index: [T] int64, all different.
+    """
+    k_pool[kv_index] = k
+    v_pool[kv_index] = v
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """`out[t] = softmax(scale * q[t] . K) V` over the keys of t's own request at positions up to t's (and in the window).
+
+    Args:
+        q: [T, Hq, D]; Hq is a multiple of the pools' Hkv.
+        k_pool, v_pool: [num_blocks * P, Hkv, D], this step's tokens already written.
+        metadata: the packed batch.
+        scale: factor of the logits.
+        window: sliding window in keys, the query's own included; None means all.
+
+    Returns:
+        [T, Hq, D], every row written.
+    """
+    if metadata.num_decodes == metadata.num_tokens:
+        return _attend_decodes(q, k_pool, v_pool, metadata, scale, window)
+    output = torch.empty_like(q)
+    if metadata.num_decodes:
+        decode_q = q[metadata.decode_tokens]
+        output[metadata.decode_tokens] = _attend_decodes(decode_q, k_pool, v_pool, metadata, scale, window)
+    for row, prefill in enumerate(metadata.prefills):
+        mask = metadata.prefill_mask(row, window)
+        attended = F.scaled_dot_product_attention(
+            q[prefill.token_start : prefill.token_end].transpose(0, 1)[None],
+            k_pool[prefill.kv_index].transpose(0, 1)[None],
+            v_pool[prefill.kv_index].transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k_pool.shape[1],
+        )
+        output[prefill.token_start : prefill.token_end] = attended[0].transpose(0, 1)
+    return output
+
+
+def _attend_decodes(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """[Bd, Hq, D] of one query token a request, over a padded gather of keys and values."""
+    attended = F.scaled_dot_product_attention(
+        q[:, :, None],
+        k_pool[metadata.decode_kv_index].transpose(1, 2),
+        v_pool[metadata.decode_kv_index].transpose(1, 2),
+        attn_mask=metadata.decode_mask(window),
+        scale=scale,
+        enable_gqa=q.shape[1] != k_pool.shape[1],
+    )
+    return attended[:, :, 0]

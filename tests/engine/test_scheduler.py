@@ -1,0 +1,173 @@
+"""Scheduling without a model: nothing leaks on random walks, adapters get their turn, budgets hold."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adapters.slots import SlotPool
+from engine.block_pool import BlockPool
+from engine.request import SamplingParams
+from engine.scheduler import Scheduler
+from engine.state import RequestState, Status
+
+
+class _Writer:
+    """Rows without tensors."""
+
+    def write(self, lora_slot: int, generation: Any) -> None: ...
+    def clear(self, lora_slot: int) -> None: ...
+
+
+def _generation(digest: str) -> Any:
+    return SimpleNamespace(digest=digest, num_bytes=1, name=digest)
+
+
+def _state(number: int, prompt: list[int], generation: Any = None) -> RequestState:
+    handle = None if generation is None else SimpleNamespace(generation=generation, release=lambda: None)
+    request = SimpleNamespace(
+        request_id=str(number), prompt_token_ids=prompt, spans=(), sampling=SamplingParams(), handle=handle,
+        generation_digest=None if generation is None else generation.digest,
+    )  # fmt: skip
+    unused: Any = None
+    return RequestState(
+        request=request,  # type: ignore[arg-type]
+        answer=unused, sampler_row=unused, detokenizer=unused, stop_matcher=unused,
+        token_ids=list(prompt), output_token_ids=[],
+    )  # fmt: skip
+
+
+def _scheduler(num_blocks: int = 30, num_rows: int = 2, **settings: Any) -> Scheduler:
+    defaults: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 20, "block_size": 4}
+    return Scheduler(BlockPool(num_blocks), SlotPool(num_rows, _Writer()), **{**defaults, **settings})
+
+
+def _run_step(scheduler: Scheduler, chooser: random.Random) -> list[RequestState]:
+    plan = scheduler.schedule()
+    assert plan.num_tokens <= scheduler.max_num_batched_tokens
+    assert len({id(item.state) for item in plan.items}) == len(plan.items) <= scheduler.max_num_seqs
+    assert [item.state.lora_slot for item in plan.items] == sorted(item.state.lora_slot for item in plan.items)
+    scheduler.commit(plan)
+    sampled = [item.state for item in plan.items if item.is_sampled]
+    for state in sampled:
+        state.append(chooser.randrange(3))
+    scheduler.check_integrity()
+    return sampled
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_walks_leak_nothing_and_everyone_ends(seed: int) -> None:
+    chooser = random.Random(seed)
+    scheduler = _scheduler()
+    generations = [None, None, *[_generation(name) for name in "abcde"]]
+    open_states: list[RequestState] = []
+    number = 0
+    for _ in range(1500):
+        if number < 300 and chooser.random() < 0.3:
+            prompt = [chooser.randrange(3) for _ in range(chooser.randint(1, 60))]
+            state = _state(number, prompt, chooser.choice(generations))
+            scheduler.add(state)
+            open_states.append(state)
+            number += 1
+        for state in _run_step(scheduler, chooser):
+            if state.num_outputs >= 10 or chooser.random() < 0.1:
+                scheduler.finish(state)
+        if open_states and chooser.random() < 0.05:
+            scheduler.finish(chooser.choice(open_states))
+        scheduler.check_integrity()
+        open_states = [state for state in open_states if state.status is not Status.FINISHED]
+    for _ in range(5000):
+        if not scheduler.has_work:
+            break
+        for state in _run_step(scheduler, chooser):
+            if state.num_outputs >= 10:
+                scheduler.finish(state)
+    assert not scheduler.has_work and number == 300
+    assert scheduler.blocks.num_free == scheduler.blocks.num_usable
+    assert scheduler.num_preemptions > 0 and scheduler.prefix_hit_tokens > 0
+
+
+def test_the_oldest_request_is_never_preempted() -> None:
+    scheduler = _scheduler(num_blocks=11)
+    states = [_state(number, [number] * 10) for number in range(4)]
+    for state in states:
+        scheduler.add(state)
+    chooser = random.Random(0)
+    for _ in range(25):
+        for state in _run_step(scheduler, chooser):
+            if state.num_outputs >= 20:
+                scheduler.finish(state)
+    assert scheduler.num_preemptions > 0
+    assert states[0].num_preemptions == 0 and states[0].status is Status.FINISHED
+
+
+def test_decodes_come_before_prompts_under_the_budget() -> None:
+    scheduler = _scheduler(max_num_batched_tokens=6)
+    first, second = _state(0, [1] * 5), _state(1, [2] * 30)
+    scheduler.add(first)
+    chooser = random.Random(0)
+    _run_step(scheduler, chooser)
+    scheduler.add(second)
+    for _ in range(4):
+        before = second.num_computed
+        assert first in _run_step(scheduler, chooser)
+        assert second.num_computed - before == 5
+
+
+def test_an_adapter_waits_a_bounded_time_while_others_keep_coming() -> None:
+    scheduler = _scheduler(num_blocks=200, num_rows=1, max_passes=5, max_num_seqs=4)
+    busy, rare = _generation("busy"), _generation("rare")
+    chooser = random.Random(0)
+    number = 0
+    for _ in range(3):
+        scheduler.add(_state(number, [1, 2], busy))
+        number += 1
+    _run_step(scheduler, chooser)
+    waiter = _state(1000, [1, 2], rare)
+    scheduler.add(waiter)
+    started_after = None
+    for step in range(60):
+        scheduler.add(_state(number, [1, 2], busy))
+        number += 1
+        for state in _run_step(scheduler, chooser):
+            if state.num_outputs >= 4:
+                scheduler.finish(state)
+        if waiter.status is Status.RUNNING:
+            started_after = step
+            break
+    assert started_after is not None, "the rare adapter starved"
+    assert waiter.times_passed <= 5 + scheduler.max_num_seqs
+
+
+def test_base_requests_pass_an_adapter_that_waits_for_a_row() -> None:
+    scheduler = _scheduler(num_rows=1, max_passes=1)
+    chooser = random.Random(0)
+    scheduler.add(_state(0, [1, 2], _generation("a")))
+    _run_step(scheduler, chooser)
+    scheduler.add(_state(1, [1, 2], _generation("b")))
+    for number in range(2, 5):
+        base = _state(number, [3, 4])
+        scheduler.add(base)
+        assert base in _run_step(scheduler, chooser)
+
+
+def test_other_adapters_content_never_shares_cached_blocks() -> None:
+    scheduler = _scheduler(num_blocks=100, num_rows=2)
+    chooser = random.Random(0)
+    prompt = [1] * 17
+    for generation, expected in (
+        (None, 0),
+        (None, 16),
+        (_generation("a"), 0),
+        (_generation("a"), 16),
+        (_generation("b"), 0),
+    ):
+        before = scheduler.prefix_hit_tokens
+        state = _state(chooser.randrange(10**9), prompt, generation)
+        scheduler.add(state)
+        _run_step(scheduler, chooser)
+        assert scheduler.prefix_hit_tokens - before == expected
+        scheduler.finish(state)
