@@ -255,7 +255,6 @@ def truncated_weights(logits: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     probability_before = (cumulative - weights) / cumulative[:, -1:]
     is_dropped = (probability_before >= top_p) | (scaled < log_min_p)
-    is_dropped[:, 0] = False
     return weights.masked_fill_(is_dropped, 0.0), sorted_ids
 
 
@@ -265,9 +264,9 @@ def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     Sums in float64: over a large vocabulary float32 would move the likelier tokens' borders.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # Below the total, so that the first sum above the target exists and belongs to a weight that is not 0.
-    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Uniform numbers are at most 1 - 2^-53, so their product with the total is below it, and the first sum above the
+    # product belongs to a weight that is not 0.
+    target = uniform * cumulative[:, -1:]
     position = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     return position.clamp_(max=weights.shape[-1] - 1)  # only a row of NaN gets past the end
 

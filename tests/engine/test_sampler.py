@@ -199,21 +199,30 @@ def test_logit_bias_is_added_before_the_choice() -> None:
     assert ids == [int(logits[0].topk(2).indices[1]), 17, best[2]]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_presence_and_frequency_penalties_follow_the_formula_of_openai(seed: int) -> None:
-    logits = random_logits(3, seed=seed, scale=0.5)
-    output = logits[1].topk(3).indices.tolist() * 2 + [int(logits[1].argmax())]
-    params = SamplingParams(temperature=0.0, presence_penalty=0.4, frequency_penalty=0.3)
-    rows = [
-        SamplerRow(SamplingParams(temperature=0.0), None, [], output),
-        SamplerRow(params, None, list(range(VOCAB)), output),
-        SamplerRow(params, None, [], []),
-    ]
-    expected = logits.clone()
+def test_presence_and_frequency_penalties_follow_the_formula_of_openai() -> None:
+    logits = random_logits(1, seed=4, scale=0.5)
+    output = logits[0].topk(3).indices.tolist() * 2 + [int(logits[0].argmax())]
+    params = SamplingParams(presence_penalty=0.4, frequency_penalty=0.3)
+    expected = logits[0].clone()
     for token_id, count in Counter(output).items():
-        expected[1, token_id] -= 0.3 * count + 0.4
-    assert Sampler(0, "cpu").sample(logits, rows)[0] == expected.argmax(-1).tolist()
-    assert expected[1].argmax() != logits[1].argmax()
+        expected[token_id] -= 0.3 * count + 0.4
+    # The prompt does not count.
+    actual = distribution(logits, SamplerRow(params, None, list(range(VOCAB)), output))
+    assert (actual - expected.softmax(-1)).abs().max() <= 2 / 20_000
+    assert (actual - logits[0].softmax(-1)).abs().max() > 0.01
+
+
+def test_penalties_touch_only_the_rows_that_ask_for_them() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]] * 4)
+    heavy = SamplingParams(temperature=0.0, presence_penalty=1.5)
+    plain = SamplingParams(temperature=0.0)
+    rows = [
+        SamplerRow(plain, None, [], [0]),
+        SamplerRow(heavy, None, [], [0]),
+        SamplerRow(replace(plain, repetition_penalty=3.0), None, [0], []),
+        SamplerRow(heavy, None, [0], []),
+    ]
+    assert Sampler(0, "cpu").sample(logits, rows)[0] == [0, 1, 1, 0]
 
 
 def test_penalties_see_tokens_that_are_appended_later() -> None:
