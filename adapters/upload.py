@@ -199,7 +199,9 @@ def _check_entries(entries: list[zipfile.ZipInfo], budget: _Budget) -> None:
 
 def _check_ratio(num_bytes: int, compressed_len: int) -> None:
     if num_bytes > RATIO_FREE_BYTES and num_bytes > MAX_RATIO * max(compressed_len, 1):
-        raise UploadTooLarge(f"the zip holds a file that would grow more than {MAX_RATIO} times; pack the adapter's own files only")
+        raise UploadTooLarge(
+            f"the zip holds a file that would grow more than {MAX_RATIO} times; pack the adapter's own files only"
+        )
 
 
 def _check_name(name: str) -> None:

@@ -100,7 +100,7 @@ def main() -> None:
         )
         peft = load_peft(adapters)
         shape = (options.batch, options.prompt_len)
-        prompts = torch.randint(0, engine.base.vocab_size - 64, shape, generator=generator).tolist()
+        prompts = torch.randint(16, engine.base.vocab_size, shape, generator=generator).tolist()
         seconds: dict[str, list[float]] = {"engine": [], "peft": []}
         for _ in range(options.repeat + 1):
             elapsed, ours = timed(lambda: run_engine(engine, prompts, names, options.output_len))

@@ -12,11 +12,14 @@ import logging
 import os
 import sys
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from adapters.hub import locate_adapter
 from adapters.manager import AdapterManager
 from adapters.slots import SlotPool
 from engine.answer import Answer
@@ -115,6 +118,7 @@ class Engine:
         attention_step = bind_attention(self.base.decoder, cache)
         lora_steps = {part: LoraStep() for part in _PARTS} if config.enable_lora else {}
         self._encoder_cache = EncoderCache(config.encoder_cache_mb * 2**20)
+        self.default_mm_loras: dict[str, str] = {}
         self.lora_bytes = 0
         self._slots: SlotPool | None = None
         self.adapters = self._make_adapters(lora_steps)
@@ -128,13 +132,12 @@ class Engine:
         sampler = Sampler(config.seed, self.base.device)
         runner = Runner(self.base, attention_step, lora_steps, self._encoder_cache, sampler, config.block_size)
         self._loop = EngineLoop(self._scheduler, runner, cache, self.tokenizer, checks_integrity=checks_integrity)
-        self.default_mm_loras: dict[str, str] = {}
         self._intake = Intake(
             builder=PromptBuilder(self.tokenizer, chat_template, audio, self.base.vocab_size),
             audio=audio,
             adapters=self.adapters if config.enable_lora else None,
             base_names=self.model_names,
-            defaults=lambda: self.default_mm_loras,
+            defaults=self.default_mm_loras,
             eos_token_ids=eos_token_ids(self.base.model, self.tokenizer),
             vocab_size=self.base.vocab_size,
             limits=Limits(
@@ -150,6 +153,8 @@ class Engine:
             self.adapters.close()
             raise
         self._loop.start()
+        # A program that ends, or drops its engine, without `close` must not leave the thread in the middle of a step.
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self.adapters, 0.0)
 
     @property
     def created(self) -> int:
@@ -262,8 +267,8 @@ class Engine:
 
     def close(self, drain_s: float = 5.0) -> None:
         """Let answers under way end for `drain_s` seconds, cut off the rest, and stop."""
-        self._loop.close(drain_s)
-        self.adapters.close()
+        self._finalizer.detach()
+        _shut_down(self._loop, self.adapters, drain_s)
 
     def _make_cache(self) -> KVCache:
         """As many blocks as the settings allow, but no more than all requests could ever use."""
@@ -321,16 +326,15 @@ class Engine:
             surface,
             adapter_dir=Path(config.adapter_dir) if config.adapter_dir else _user_data_dir(),
             max_cpu_loras=config.max_cpu_loras,
-            on_retire=self._retire,
+            on_retire=_weakly(self._retire),
             reserved_names={*self.model_names, *RESERVED_NAMES},
             max_upload_bytes=config.max_upload_mb * 2**20,
+            locate=locate_adapter,
         )
-        adapters.residency = self._is_on_device
-        adapters.defaults = lambda: self.default_mm_loras
+        slots, defaults = self._slots, self.default_mm_loras
+        adapters.residency = lambda digest: slots is not None and slots.lookup(digest) is not None
+        adapters.defaults = lambda: defaults
         return adapters
-
-    def _is_on_device(self, digest: str) -> bool:
-        return self._slots is not None and self._slots.lookup(digest) is not None
 
     def _retire(self, digest: str) -> None:
         """No name points to this content any more: free its LoRA row and what its tower computed, between two steps."""
@@ -364,6 +368,23 @@ class Engine:
                 name = modality
             self.adapters.pin(name, True)
             self.default_mm_loras[modality] = name
+
+
+def _weakly(method: Callable[[str], None]) -> Callable[[str], None]:
+    """A bound method that does not keep its object alive; calls after the object's end do nothing."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: str) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(argument)
+
+    return call
+
+
+def _shut_down(loop: EngineLoop, adapters: AdapterManager, drain_s: float) -> None:
+    loop.close(drain_s)
+    adapters.close()
 
 
 def _check(config: EngineConfig) -> None:

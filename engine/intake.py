@@ -7,7 +7,7 @@ read and checked here, so that the engine's steps see only what is known to work
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ class Intake:
         audio: the model's audio frontend, None when it takes no audio.
         adapters: the adapter manager, None when adapters are off.
         base_names: names of the base model.
-        defaults: gives today's modality -> adapter table.
+        defaults: modality -> adapter; read anew for each request, since it may change.
         eos_token_ids: tokens that end an answer.
         vocab_size: V.
         limits: bounds on one request.
@@ -56,7 +56,7 @@ class Intake:
         audio: AudioFrontend | None,
         adapters: AdapterManager | None,
         base_names: Sequence[str],
-        defaults: Callable[[], Mapping[str, str]],
+        defaults: Mapping[str, str],
         eos_token_ids: frozenset[int],
         vocab_size: int,
         limits: Limits,
@@ -154,7 +154,7 @@ class Intake:
             lora=lora,
             modalities=modalities,
             base_names=self._base_names,
-            defaults=self._defaults(),
+            defaults=self._defaults,
             is_adapter=lambda name: adapters is not None and adapters.contains(name),
         )
         if route.name is None:

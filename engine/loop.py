@@ -120,7 +120,7 @@ class EngineLoop:
                 self._is_closing = True
                 self._close_at = time.monotonic() + drain_s
             self._wake.notify()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _post(self, action: Callable[[], None]) -> bool:

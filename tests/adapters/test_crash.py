@@ -72,7 +72,7 @@ def test_a_killed_server_leaves_each_stored_adapter_whole_or_absent(
         probe.load("b", tmp_path / "x").generation,
     }
     num_found = 0
-    for seed in range(25):
+    for seed in range(15):
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -90,7 +90,7 @@ def test_a_killed_server_leaves_each_stored_adapter_whole_or_absent(
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child must not end by itself"
         os.close(reader)
         num_found += len(check_whole(surface, root, digests))
-    assert num_found > 10, "the children must have stored something"
+    assert num_found > 5, "the children must have stored something"
 
 
 class Killed(BaseException):

@@ -25,7 +25,7 @@ UNSLOTH = (
 
 @pytest.mark.parametrize("patterns", list(itertools.permutations(PATTERNS, 2)))
 def test_the_entry_that_decides_is_the_one_that_peft_picks(patterns: tuple[str, ...]) -> None:
-    spec = AdapterSpec(rank=8, alpha=8.0, rank_pattern={pattern: 4 for pattern in patterns})
+    spec = AdapterSpec(rank=8, alpha=8.0, rank_pattern=dict.fromkeys(patterns, 4))
     for name in NAMES:
         picked = get_pattern_key(list(patterns), name)
         expected = picked if picked in patterns else None

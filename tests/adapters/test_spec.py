@@ -125,8 +125,9 @@ def test_kinds_that_peft_can_convert_are_refused_with_the_conversion(kind: str) 
 
 
 def test_the_kinds_said_to_be_convertible_are_those_that_peft_converts() -> None:
-    from adapters.config_fields import CONVERTIBLE_KINDS
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    from adapters.config_fields import CONVERTIBLE_KINDS
 
     known = {kind.name for kind in PEFT_TYPE_TO_TUNER_MAPPING}
     assert known >= CONVERTIBLE_KINDS, CONVERTIBLE_KINDS - known
@@ -152,8 +153,9 @@ def test_neutral_unknown_fields_are_ignored_with_a_log_line(caplog: pytest.LogCa
 
 
 def test_every_field_of_the_installed_peft_has_a_meaning_here() -> None:
-    from adapters.config_fields import INERT_FIELDS, READ_FIELDS, REFUSED_FIELDS
     from peft import LoraConfig
+
+    from adapters.config_fields import INERT_FIELDS, READ_FIELDS, REFUSED_FIELDS
 
     fields = set(LoraConfig(target_modules=["q_proj"]).to_dict())
     assert fields <= READ_FIELDS | INERT_FIELDS | set(REFUSED_FIELDS)

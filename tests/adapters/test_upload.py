@@ -174,10 +174,10 @@ def test_a_header_that_lies_about_the_size_lets_no_more_through(tmp_path: Path) 
     assert sum(len(data) for data in written(tmp_path / "target").values()) <= MIB
 
 
-@pytest.mark.parametrize(
-    "files", [{"x.zip": zip_of({"adapter_config.json": CONFIG, "adapter_model.safetensors": random.Random(0).randbytes(2 * MIB)})},
-              {"adapter_config.json": CONFIG, "adapter_model.safetensors": bytes(2 * MIB)}],
-)  # fmt: skip
+NOISE = {"adapter_config.json": CONFIG, "adapter_model.safetensors": random.Random(0).randbytes(2 * MIB)}
+
+
+@pytest.mark.parametrize("files", [{"x.zip": zip_of(NOISE)}, NOISE])
 def test_more_bytes_than_the_limit_are_refused_with_the_flag(files: dict[str, bytes], tmp_path: Path) -> None:
     with pytest.raises(UploadTooLarge, match="--max-upload-mb") as caught:
         unpack(files, tmp_path / "target", max_bytes=MIB)
@@ -189,9 +189,7 @@ def test_too_many_entries_are_refused(tmp_path: Path) -> None:
         unpack({"x.zip": zip_of(GOOD | {f"{number}.txt": b"" for number in range(1000)})}, tmp_path / "target")
 
 
-def test_a_huge_table_of_contents_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_huge_table_of_contents_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = zip_of(GOOD | {f"{number}.txt": b"" for number in range(10)})
     monkeypatch.setattr(upload, "MAX_DIRECTORY_LEN", 200)
     monkeypatch.setattr(zipfile, "ZipFile", None)

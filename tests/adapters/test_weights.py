@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 from adapters.errors import AdapterError, AdapterFilesNotFound, AdapterRefused
 from adapters.report import AdapterReport
 from adapters.surface import ModelSurface
+from adapters.tensor_file import TensorEntry, TensorFile
 from adapters.weights import read_adapter
 from tests.adapters.world import PREFIX, base_logits, edit, merged_logits, peft_logits, save_peft, surface_of
 
@@ -251,9 +252,7 @@ def test_two_spellings_of_one_layer_in_one_file_are_refused(
     assert "two names lead to one layer" in refusal(edit(reference, tmp_path / "x", tensors=double), surface)
 
 
-def test_wrong_shapes_say_which_base_the_adapter_names(
-    reference: Path, surface: ModelSurface, tmp_path: Path
-) -> None:
+def test_wrong_shapes_say_which_base_the_adapter_names(reference: Path, surface: ModelSurface, tmp_path: Path) -> None:
     def widen(tensors: Tensors) -> Tensors:
         return {n: torch.ones(4, 128) if "lora_A" in n else v for n, v in tensors.items()}
 
@@ -297,9 +296,7 @@ def test_another_base_by_name_is_a_warning_and_still_loads(
     assert read_adapter(same, surface)[2].warnings == []
 
 
-def test_an_adapter_without_effect_loads_with_a_warning(
-    reference: Path, surface: ModelSurface, tmp_path: Path
-) -> None:
+def test_an_adapter_without_effect_loads_with_a_warning(reference: Path, surface: ModelSurface, tmp_path: Path) -> None:
     def zero_b(tensors: Tensors) -> Tensors:
         return {name: value * ("lora_A" in name) for name, value in tensors.items()}
 
@@ -319,7 +316,10 @@ def test_an_adapter_without_effect_loads_with_a_warning(
         ({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0]}, "hold tensors for 2 modules"),
         ({"target_modules": r".*\.q_proj"}, "hold tensors for 2 modules"),
         ({"target_modules": "(a+)+"}, "was not compared"),
-        ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*1\.self_attn.*"}, "hold tensors for 2 modules"),
+        (
+            {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*1\.self_attn.*"},
+            "hold tensors for 2 modules",
+        ),
     ],
 )
 def test_target_modules_is_checked_against_the_tensors_that_decide(
@@ -477,9 +477,7 @@ def test_a_config_that_is_a_pipe_is_not_waited_for(reference: Path, surface: Mod
     assert "not a regular file" in refusal(folder, surface)
 
 
-def test_links_out_of_the_allowed_folders_are_refused(
-    reference: Path, surface: ModelSurface, tmp_path: Path
-) -> None:
+def test_links_out_of_the_allowed_folders_are_refused(reference: Path, surface: ModelSurface, tmp_path: Path) -> None:
     folder = edit(reference, tmp_path / "roots" / "x")
     outside = edit(reference, tmp_path / "outside")
     (folder / "adapter_model.safetensors").unlink()
@@ -487,6 +485,20 @@ def test_links_out_of_the_allowed_folders_are_refused(
     assert read_adapter(folder, surface)[2].matched == 4
     with pytest.raises(AdapterRefused, match="leads out of the folders"):
         read_adapter(folder, surface, allowed_roots=[tmp_path / "roots"])
+
+
+def test_files_that_are_overwritten_during_the_read_are_refused(
+    reference: Path, surface: ModelSurface, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = edit(reference, tmp_path / "x")
+    real = TensorFile.read
+
+    def read(file: TensorFile, entry: TensorEntry) -> Any:
+        os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
+        return real(file, entry)
+
+    monkeypatch.setattr(TensorFile, "read", read)
+    assert "written to while it was read" in refusal(folder, surface)
 
 
 def test_a_report_survives_json(reference: Path, surface: ModelSurface) -> None:

@@ -429,3 +429,24 @@ def test_the_offline_api_mixes_adapters_and_routes_audio_by_itself(
 def test_unknown_settings_of_the_offline_api_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="no setting max_lora"):
         LLM(model="x", max_lora=1)
+
+
+def test_a_program_may_end_or_drop_its_engine_without_closing_it(llama_dir: Path, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    program = f"""
+import gc, threading
+from engine import LLM, SamplingParams
+llm = LLM(model={str(llama_dir)!r}, adapter_dir={str(tmp_path)!r})
+llm.generate("x", SamplingParams(max_tokens=3))
+del llm
+gc.collect()
+assert not any(thread.name == "engine" for thread in threading.enumerate())
+llm = LLM(model={str(llama_dir)!r}, adapter_dir={str(tmp_path)!r})
+answers = llm.engine.start_sync(__import__("engine.request", fromlist=["x"]).TextPrompt("x"), SamplingParams(max_tokens=None))
+next(iter(answers[0]))
+"""
+    root = Path(__file__).resolve().parents[2]
+    ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
