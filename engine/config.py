@@ -91,7 +91,7 @@ class EngineConfig:
     enable_lora: bool = setting(True, "serve adapters")
     lora_modules: list[LoRAModule] = setting(
         [], "adapters to load at start: name=path, or JSON objects with name, path and base_model_name", nargs="+",
-        metavar="ITEM", shown_default="the embedded adapters with the embedded model",
+        metavar="ITEM", shown_default="the embedded model brings its own",
     )  # fmt: skip
     max_loras: int = setting(8, "adapters that can share one batch (rows of the LoRA buffers)", parse=int, metavar="N")
     max_lora_rank: int = setting(64, "largest rank that is accepted; memory follows it", parse=int, metavar="N")

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,6 +46,7 @@ from engine.tokenizer import eos_token_ids, load_processor, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _DEFAULT_KV_MB = 1024
+_NUM_INTAKE_THREADS = 16
 _PARTS = ("decoder", "tower", "connector", "head")
 
 
@@ -147,6 +149,8 @@ class Engine:
                 max_media_bytes=config.max_upload_mb * 2**20,
             ),
         )
+        # Threads of its own: an adapter that is slow to read must not hold up what other parts of the program do.
+        self._intake_threads = ThreadPoolExecutor(_NUM_INTAKE_THREADS, thread_name_prefix="intake")
         try:
             self._load_adapters()
         except BaseException:
@@ -172,9 +176,8 @@ class Engine:
         n: int = 1,
     ) -> list[Answer]:
         """Like `start_sync`, with the blocking part on a worker thread."""
-        return await asyncio.to_thread(
-            self.start_sync, prompt, sampling, model=model, lora=lora, request_id=request_id, n=n
-        )
+        start = functools.partial(self.start_sync, prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
+        return await asyncio.get_running_loop().run_in_executor(self._intake_threads, start)
 
     def start_sync(
         self,
@@ -268,6 +271,7 @@ class Engine:
     def close(self, drain_s: float = 5.0) -> None:
         """Let answers under way end for `drain_s` seconds, cut off the rest, and stop."""
         self._finalizer.detach()
+        self._intake_threads.shutdown(wait=False)
         _shut_down(self._loop, self.adapters, drain_s)
 
     def _make_cache(self) -> KVCache:
@@ -406,18 +410,14 @@ def _check(config: EngineConfig) -> None:
 
 
 def _with_embedded_defaults(config: EngineConfig) -> EngineConfig:
-    """With the embedded model, its adapters and the audio default come by themselves."""
+    """With the embedded model, its adapters and the audio default come by themselves; what is named wins."""
     if Path(config.model).resolve() != EMBEDDED_MODEL or not config.enable_lora:
         return config
-    changes: dict[str, Any] = {}
-    folders = sorted((EMBEDDED_ASSETS / "adapters").glob("*/adapter_config.json"))
-    embedded = [LoRAModule(path.parent.name, str(path.parent)) for path in folders]
-    if not config.lora_modules:
-        changes["lora_modules"] = embedded
-    names = {module.name for module in changes.get("lora_modules", config.lora_modules)}
-    if config.default_mm_loras is None and "speech" in names:
-        changes["default_mm_loras"] = {"audio": "speech"}
-    return dataclasses.replace(config, **changes)
+    named = {module.name for module in config.lora_modules}
+    folders = [path.parent for path in sorted((EMBEDDED_ASSETS / "adapters").glob("*/adapter_config.json"))]
+    embedded = [LoRAModule(folder.name, str(folder)) for folder in folders if folder.name not in named]
+    defaults = {"audio": "speech"} if config.default_mm_loras is None else config.default_mm_loras
+    return dataclasses.replace(config, lora_modules=[*embedded, *config.lora_modules], default_mm_loras=defaults)
 
 
 def _lora_dtype(name: str, base: BaseModel) -> torch.dtype:

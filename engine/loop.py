@@ -64,6 +64,7 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._is_closing = False
+        self._has_ended = False
         self._close_at = 0.0
         self.counters = LoopCounters()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -125,7 +126,7 @@ class EngineLoop:
 
     def _post(self, action: Callable[[], None]) -> bool:
         with self._wake:
-            if self._is_closing and not self._thread.is_alive():
+            if self._has_ended:
                 return False
             self._inbox.append(action)
             self._wake.notify()
@@ -144,6 +145,12 @@ class EngineLoop:
                 break
             if self._scheduler.has_work:
                 self._step()
+        with self._wake:
+            self._has_ended = True  # From here on nothing gets into the inbox.
+            actions = list(self._inbox)
+            self._inbox.clear()
+        for action in actions:
+            self._guard(action)
         closed = EngineClosed("The server is shutting down; the answer was cut off.")
         for state in list(self._states.values()):
             self._fail(state, closed)

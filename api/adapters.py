@@ -1,0 +1,175 @@
+"""Routes that load, unload, upload, list, pin and delete adapters; changing anything needs the administrator's role.
+
+The texts of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` are vLLM's. Called by `api/app`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from adapters.errors import AdapterNotFound
+from api.auth import require_admin
+from api.body import json_body, service_of
+from api.forms import Form
+from api.openapi import json_request, multipart_request
+from api.schema import LoadAdapterRequest, PatchAdapterRequest, UnloadAdapterRequest, client_words
+from api.service import Service
+from engine.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from adapters.records import AdapterInfo
+
+router = APIRouter()
+admin = APIRouter(dependencies=[Depends(require_admin)])
+
+_FILE_FIELDS = frozenset({"file", "files", "file[]", "files[]"})
+_UPLOAD_FIELDS = frozenset({"name", "dry_run", "load_inplace"})
+MAX_FILES = 256
+
+
+@admin.post("/v1/load_lora_adapter", openapi_extra=json_request(LoadAdapterRequest))
+async def load_lora_adapter(request: Request) -> Response:
+    """Load an adapter from a folder on the server, or replace one in place."""
+    service = service_of(request)
+    service.require_updates()
+    body = await json_body(request, LoadAdapterRequest)
+    for param, value in (("lora_name", body.lora_name), ("lora_path", body.lora_path)):
+        if not value.strip():
+            raise InvalidRequest(f"Both 'lora_name' and 'lora_path' must be provided; {param} is empty.", param=param)
+    await service.load_adapter(
+        body.lora_name, body.lora_path, load_inplace=bool(body.load_inplace), base_model_name=body.base_model_name
+    )
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@admin.post("/v1/unload_lora_adapter", openapi_extra=json_request(UnloadAdapterRequest))
+async def unload_lora_adapter(request: Request) -> Response:
+    """Unload an adapter by its name or its number; answers under way end on it."""
+    service = service_of(request)
+    service.require_updates()
+    body = await json_body(request, UnloadAdapterRequest)
+    name = await _named(service, body)
+    await service.unload_adapter(name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+async def _named(service: Service, body: UnloadAdapterRequest) -> str:
+    """The adapter that an unload request means; raises `InvalidRequest` or `AdapterNotFound`."""
+    if not body.lora_name and body.lora_int_id is None:
+        raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
+    if body.lora_int_id is None:
+        assert body.lora_name is not None
+        return body.lora_name
+    by_number = {info.lora_int_id: info.name for info in await service.list_adapters()}
+    name = by_number.get(body.lora_int_id)
+    if name is None:
+        raise AdapterNotFound(f"No adapter has the number {body.lora_int_id}.", param="lora_int_id")
+    if body.lora_name not in (None, "", name):
+        raise InvalidRequest(
+            f"lora_int_id {body.lora_int_id} is {name!r}, not {body.lora_name!r}; send one of the two.",
+            param="lora_int_id",
+        )
+    return name
+
+
+_UPLOAD_FORM = multipart_request({"files": "file"}, {"name": "string", "dry_run": "boolean", "load_inplace": "boolean"})
+
+
+@admin.post("/v1/adapters", openapi_extra=_UPLOAD_FORM)
+async def upload_adapter(request: Request) -> Response:
+    """Check an uploaded zip, or an adapter's files; store and list it unless dry_run."""
+    service = service_of(request)
+    async with request.form(max_files=MAX_FILES, max_fields=64) as data:
+        form = Form(data)
+        form.check_fields(_UPLOAD_FIELDS | _FILE_FIELDS, {})
+        uploads = form.files(_FILE_FIELDS)
+        if not uploads:
+            raise InvalidRequest(
+                "files is missing; send a zip, or adapter_config.json with its safetensors files, in a multipart form.",
+                param="files",
+                code="missing_required_parameter",
+            )
+        names = [upload.filename or "" for upload in uploads]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InvalidRequest(f"Two files are called {twice!r}; send each once.", param="files")
+        files = {upload.filename or "": upload.file for upload in uploads}
+        if form.switch("dry_run"):
+            report = await service.inspect_upload(files)
+            return JSONResponse({**report.to_dict(), "dry_run": True})
+        service.require_updates()
+        with client_words({"lora_name": "name"}):
+            info = await service.install_upload(
+                form.required_text("name"), files, load_inplace=form.switch("load_inplace")
+            )
+    found = {"is_ok": True, "errors": [], "code": None, "report": info.report}
+    return JSONResponse({**found, "dry_run": False, "adapter": adapter_json(info)})
+
+
+@router.get("/v1/adapters")
+async def list_adapters(request: Request) -> dict[str, Any]:
+    """Every adapter with where it lies, its size, and how it is used."""
+    return {"object": "list", "data": [adapter_json(info) for info in await service_of(request).list_adapters()]}
+
+
+@router.get("/v1/adapters/{name:path}")
+async def get_adapter(request: Request, name: str) -> dict[str, Any]:
+    """One adapter, with the versions of an upload that can be gone back to."""
+    service = service_of(request)
+    versions = [asdict(version) for version in await service.adapter_versions(name)]
+    return {**adapter_json(await service.get_adapter(name)), "versions": versions}
+
+
+@admin.patch("/v1/adapters/{name:path}", openapi_extra=json_request(PatchAdapterRequest))
+async def patch_adapter(request: Request, name: str) -> dict[str, Any]:
+    """Pin an adapter in memory or stop doing so; go back to a stored version of an upload."""
+    service = service_of(request)
+    service.require_updates()
+    body = await json_body(request, PatchAdapterRequest)
+    if body.pinned is None and body.generation is None:
+        raise InvalidRequest("Nothing is to be changed; send pinned or generation.", param="pinned")
+    if body.generation is not None:
+        await service.roll_back_adapter(name, body.generation)
+    if body.pinned is not None:
+        await service.pin_adapter(name, body.pinned)
+    return adapter_json(await service.get_adapter(name))
+
+
+@admin.delete("/v1/adapters/{name:path}")
+async def delete_adapter(request: Request, name: str) -> dict[str, Any]:
+    """Unload an adapter; the files of an upload are deleted."""
+    await service_of(request).delete_adapter(name)
+    return {"id": name, "object": "adapter", "deleted": True}
+
+
+def adapter_json(info: AdapterInfo) -> dict[str, Any]:
+    """An adapter as `/v1/adapters` shows it."""
+    return {
+        "id": info.name,
+        "object": "adapter",
+        "name": info.name,
+        "root": info.source,
+        "parent": info.base_model_name,
+        "lora_int_id": info.lora_int_id,
+        "generation": info.generation,
+        "rank": info.rank,
+        "alpha": info.alpha,
+        "scale": info.scale,
+        "target_modules": info.target_modules,
+        "num_modules": info.num_modules,
+        "bytes": info.num_bytes,
+        "state": info.state,
+        "pinned": info.pinned,
+        "default_for": info.default_for,
+        "created": int(info.created),
+        "num_requests": info.num_requests,
+        "last_used": info.last_used,
+        "is_stored": info.is_stored,
+        "error": info.error,
+        "warnings": info.warnings,
+        "report": info.report,
+    }

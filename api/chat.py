@@ -1,0 +1,131 @@
+"""`POST /v1/chat/completions`: a conversation in, an answer out, streamed or whole.
+
+The whole answer is the collected stream: both are made from the same events. Called by `api/app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from api.body import json_body, new_id, service_of
+from api.logprobs import TokenTexts
+from api.messages import MediaRules, read_messages
+from api.openapi import json_request
+from api.schema import ChatRequest, client_words
+from api.service import now
+from api.stream import (
+    Collected,
+    EventStream,
+    Usage,
+    answer_headers,
+    collect,
+    log_answers,
+    merge,
+    until_disconnect,
+)
+from engine.answer import Answer
+from engine.request import Delta
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", openapi_extra=json_request(ChatRequest))
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation of text and audio."""
+    body = await json_body(request, ChatRequest)
+    service = service_of(request)
+    sampling, opens_answer = body.sampling(), body.opens_answer
+    rules = MediaRules(service.engine.modalities, service.engine.config.max_upload_mb << 20)
+    messages = await asyncio.to_thread(read_messages, body.messages, rules)
+    request_id = new_id("chatcmpl")
+    starting = service.start_chat(
+        messages,
+        sampling,
+        model=body.model,
+        lora=body.lora,
+        n=body.num_choices,
+        add_generation_prompt=opens_answer,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs,
+        request_id=request_id,
+    )
+    with client_words(body.words):
+        answers = await until_disconnect(request, starting)
+    view = _View(body, request_id, service.token_texts if body.logprobs else None)
+    headers = answer_headers(request_id, answers[0].receipt)
+    if body.stream:
+        return EventStream(view.chunks(answers), answers, headers)
+    collected = await until_disconnect(request, collect(answers))
+    return JSONResponse(view.whole(answers, collected), headers=headers)
+
+
+class _View:
+    """One request's answers as JSON, in chunks or whole."""
+
+    def __init__(self, body: ChatRequest, request_id: str, tokens: TokenTexts | None) -> None:
+        self._body = body
+        self._tokens = tokens
+        self._head = {"id": request_id, "created": now(), "model": body.model}
+
+    async def chunks(self, answers: list[Answer]) -> AsyncGenerator[dict[str, Any], None]:
+        """A role chunk with the receipt, the text, a finish chunk for each choice; then usage if it was asked for."""
+        async with aclosing(merge(answers)) as events:
+            async for event in events:
+                for choice in self._choices(event.choice, event.delta):
+                    chunk = self._chunk([choice])
+                    if event.delta.receipt is not None and "role" in choice["delta"]:
+                        chunk["lora"] = event.delta.receipt.to_dict()
+                    yield chunk
+        usage = Usage.of(answers, self._body.num_choices)
+        log_answers(answers, "chat", usage)
+        if self._body.wants_usage:
+            yield {**self._chunk([]), "usage": usage.to_dict()}
+
+    def whole(self, answers: list[Answer], collected: list[Collected]) -> dict[str, Any]:
+        """The answer to a client that does not stream."""
+        usage = Usage.of(answers, self._body.num_choices)
+        log_answers(answers, "chat", usage)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": each.text, "refusal": None},
+                "logprobs": self._tokens.chat(each.logprobs) if self._tokens else None,
+                "finish_reason": each.finish_reason,
+                "stop_reason": each.stop_reason,
+            }
+            for index, each in enumerate(collected)
+        ]
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage.to_dict(),
+            "lora": collected[0].receipt.to_dict(),
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
+        return {**chunk, "usage": None} if self._body.wants_usage else chunk
+
+    def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """What one event of the engine becomes: none, one or several chunks' choices."""
+        found = []
+        if delta.receipt is not None:
+            found.append(_choice(index, {"role": "assistant", "content": ""}))
+        if delta.text or delta.logprobs:
+            logprobs = self._tokens.chat(delta.logprobs) if self._tokens and delta.logprobs else None
+            found.append({**_choice(index, {"content": delta.text}), "logprobs": logprobs})
+        if delta.finish_reason is not None:
+            finish = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            found.append({**_choice(index, {}), **finish})
+        return found
+
+
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,0 +1,312 @@
+"""The one layer that HTTP routes and the browser app call: prompts in, answers out, adapters managed.
+
+Owns limits that every way in must obey (queue length, token ids in the vocabulary, leave to change adapters) and the
+model cards. Knows nothing of HTTP. Blocking work of the adapter manager runs in worker threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
+
+from api.auth import Policy, Role
+from api.errors import RuntimeUpdatingOff
+from api.logprobs import TokenTexts
+from api.settings import ServerSettings
+from engine.config import EMBEDDED_MODEL
+from engine.errors import InvalidRequest, ModelNotFound, Overloaded
+from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPrompt, TokenPrompt
+
+if TYPE_CHECKING:
+    from adapters.manager import AdapterManager
+    from adapters.records import AdapterInfo, VersionInfo
+    from adapters.upload import UploadReport
+    from engine.answer import Answer
+    from engine.engine import Engine, EngineStats
+
+T = TypeVar("T")
+Params = ParamSpec("Params")
+
+MANAGER_THREADS = 8
+UploadFiles = Mapping[str, Path | bytes | BinaryIO]
+
+
+class Service:
+    """An engine and the rules of this server.
+
+    Attributes:
+        engine: the engine that answers.
+        settings: the server's settings, resolved.
+        policy: roles of credentials; whoever lets people change adapters asks it first.
+    """
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.policy = Policy(settings)
+        self._pool = ThreadPoolExecutor(MANAGER_THREADS, thread_name_prefix="adapters")
+
+    async def start_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams,
+        *,
+        model: str | None = None,
+        lora: str | None = None,
+        n: int = 1,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> list[Answer]:
+        """Start `n` answers to a conversation; raises `AppError`s of decoding, routing, adapters and templating."""
+        prompt = ChatPrompt(messages, add_generation_prompt, continue_final_message, dict(template_kwargs or {}))
+        return await self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+
+    async def start_completion(
+        self,
+        prompt: TextPrompt | TokenPrompt,
+        sampling: SamplingParams,
+        *,
+        model: str | None = None,
+        lora: str | None = None,
+        n: int = 1,
+        request_id: str | None = None,
+    ) -> list[Answer]:
+        """Start `n` answers to a raw prompt."""
+        return await self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+
+    async def start_transcription(
+        self,
+        audio: AudioPart,
+        sampling: SamplingParams | None = None,
+        *,
+        model: str | None = None,
+        lora: str | None = None,
+        language: str | None = None,
+        prompt: str | None = None,
+        request_id: str | None = None,
+    ) -> Answer:
+        """Start writing down what is said in a clip; greedy, to the end of the context, where `sampling` is None."""
+        chosen = sampling or SamplingParams(temperature=0.0, max_tokens=None)
+        chat = self.engine.transcription_prompt(audio, language=language, prompt=prompt)
+        answers = await self._start(chat, chosen, model=model, lora=lora, n=1, request_id=request_id)
+        return answers[0]
+
+    async def _start(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        model: str | None,
+        lora: str | None,
+        n: int,
+        request_id: str | None,
+    ) -> list[Answer]:
+        self._check_queue()
+        self.check_token_ids(sampling.logit_bias or (), "logit_bias")
+        self.check_token_ids(sampling.stop_token_ids, "stop_token_ids")
+        if isinstance(prompt, TokenPrompt):
+            self.check_token_ids(prompt.token_ids, "prompt")
+        starting = asyncio.ensure_future(
+            self.engine.start(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # Its worker thread cannot be interrupted: let it end, then free what nobody waits for.
+            starting.add_done_callback(_abort_unclaimed)
+            raise
+
+    def _check_queue(self) -> None:
+        num_waiting = self.engine.stats().num_waiting
+        if num_waiting >= self.settings.max_queue:
+            raise Overloaded(f"{num_waiting} requests are waiting already; try again in a moment.")
+
+    def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, float] | tuple[()], param: str) -> None:
+        """Raise `InvalidRequest` where a token id is not in the model's vocabulary."""
+        vocabulary = len(self.engine.tokenizer)
+        outside = next((token for token in token_ids if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            raise InvalidRequest(
+                f"{param} holds the token id {outside}, but the vocabulary has ids 0 to {vocabulary - 1}.", param=param
+            )
+
+    def check_model(self, model: str | None) -> None:
+        """Raise `ModelNotFound` unless `model` is None or names the base model or an adapter."""
+        if model is not None and model not in self.engine.model_names and not self.engine.adapters.contains(model):
+            raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what does.", param="model")
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids [P] of a prompt as the model would see it."""
+        return await asyncio.to_thread(self.engine.tokenize, prompt)
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing."""
+        return self.engine.stats()
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Texts and bytes of single tokens, for log probabilities."""
+        return TokenTexts(self.engine.tokenizer)
+
+    def is_admin(self, authorization: str | None) -> bool:
+        """Whether a request with this `Authorization` header may change adapters, as far as its credential goes."""
+        return self.policy.role_of(authorization) is Role.ADMIN
+
+    # Adapters
+
+    @property
+    def adapters(self) -> AdapterManager:
+        """The adapter manager."""
+        return self.engine.adapters
+
+    def require_updates(self) -> None:
+        """Raise `RuntimeUpdatingOff` unless adapters may be changed while the server runs."""
+        if not self.engine.config.enable_lora:
+            raise InvalidRequest("This server was started with --no-enable-lora and serves no adapters.")
+        if not self.settings.allow_runtime_lora_updating:
+            raise RuntimeUpdatingOff(
+                "Adapters cannot be changed while this server runs; start it with --allow-runtime-lora-updating."
+            )
+
+    async def _manage(self, work: Callable[Params, T], *args: Params.args, **kwargs: Params.kwargs) -> T:
+        """Run a blocking call of the manager; slow loads never hold the threads that start answers."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        """Every adapter that has a name."""
+        return await self._manage(self.adapters.list)
+
+    async def get_adapter(self, name: str) -> AdapterInfo:
+        """One adapter; raises `AdapterNotFound`."""
+        return await self._manage(self.adapters.get, name)
+
+    async def load_adapter(
+        self, name: str, path: str, *, load_inplace: bool = False, base_model_name: str | None = None
+    ) -> AdapterInfo:
+        """Load an adapter from a folder, hub id or address; raises `AppError`."""
+        self.require_updates()
+        return await self._manage(
+            self.adapters.load, name, path, load_inplace=load_inplace, base_model_name=base_model_name
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter's name away; answers under way end on it. Raises `AdapterNotFound`."""
+        self.require_updates()
+        await self._manage(self.adapters.unload, name)
+
+    async def delete_adapter(self, name: str) -> None:
+        """Unload an adapter and delete the files of an upload; raises `AdapterNotFound`."""
+        self.require_updates()
+        await self._manage(self.adapters.delete, name)
+
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
+        """Keep an adapter in CPU memory, or stop doing so; raises `AdapterNotFound`."""
+        self.require_updates()
+        await self._manage(self.adapters.pin, name, is_pinned)
+        return await self.get_adapter(name)
+
+    async def roll_back_adapter(self, name: str, generation: str) -> AdapterInfo:
+        """Point an upload's name to one of its stored versions; raises `AdapterNotFound`."""
+        self.require_updates()
+        return await self._manage(self.adapters.rollback, name, generation)
+
+    async def adapter_versions(self, name: str) -> list[VersionInfo]:
+        """An upload's stored versions, newest first; raises `AdapterNotFound`."""
+        return await self._manage(self.adapters.versions, name)
+
+    async def inspect_upload(self, files: UploadFiles) -> UploadReport:
+        """Check an upload and keep nothing of it."""
+        return await self._manage(self.adapters.inspect_upload, files)
+
+    async def install_upload(self, name: str, files: UploadFiles, *, load_inplace: bool = False) -> AdapterInfo:
+        """Store an uploaded adapter and list it; it is there again after a restart. Raises `AppError`."""
+        self.require_updates()
+        return await self._manage(self.adapters.install_upload, name, files, load_inplace=load_inplace)
+
+    # Model cards
+
+    async def model_cards(self) -> list[dict[str, Any]]:
+        """The base model's cards, one for each of its names, then one for each adapter."""
+        return [self._base_card(name) for name in self.engine.model_names] + [
+            self.adapter_card(info) for info in await self.list_adapters()
+        ]
+
+    async def model_card(self, name: str) -> dict[str, Any]:
+        """The card of one model or adapter; raises `ModelNotFound`."""
+        if name in self.engine.model_names:
+            return self._base_card(name)
+        self.check_model(name)
+        return self.adapter_card(await self.get_adapter(name))
+
+    def _base_card(self, name: str) -> dict[str, Any]:
+        model = self.engine.config.model
+        root = self.engine.model_names[0] if Path(model) == EMBEDDED_MODEL else model
+        return self._card(name, root=root, parent=None, created=self.engine.created, lora=None)
+
+    def adapter_card(self, info: AdapterInfo) -> dict[str, Any]:
+        """The card of an adapter, with the `lora` extension."""
+        lora = {
+            "rank": info.rank,
+            "alpha": info.alpha,
+            "target_modules": info.target_modules,
+            "scale": info.scale,
+            "bytes": info.num_bytes,
+            "generation": info.generation,
+            "state": info.state,
+            "pinned": info.pinned,
+            "default_for": info.default_for,
+            "created": info.created,
+        }
+        parent = info.base_model_name or self.engine.model_names[0]
+        return self._card(info.name, root=info.source, parent=parent, created=info.created, lora=lora)
+
+    def _card(
+        self, name: str, *, root: str, parent: str | None, created: float, lora: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(created),
+            "owned_by": "switchboard",
+            "root": root,
+            "parent": parent,
+            "max_model_len": self.engine.max_model_len,
+            "permission": [_permission(name, int(created))],
+            "lora": lora,
+        }
+
+
+def _permission(name: str, created: int) -> dict[str, Any]:
+    """The one element of a card's `permission`, as vLLM's server has it."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+
+
+def _abort_unclaimed(starting: asyncio.Future[list[Answer]]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        for answer in starting.result():
+            answer.abort()
+
+
+def now() -> int:
+    """Seconds since 1970, for `created` fields."""
+    return int(time.time())

@@ -1,0 +1,114 @@
+// What the page does by itself: the theme button, following a growing answer, microphone hints, confirmations.
+// Words come from window.switchboardWords, which the server fills in.
+(() => {
+  const words = window.switchboardWords || {};
+  const NEAR_BOTTOM_PX = 60;
+  const whenReady = (run) => (document.body ? run() : addEventListener("DOMContentLoaded", run));
+
+  // A theme chosen by hand wins over the system's; Gradio's own ?__theme= wins over both.
+  const isForced = new URLSearchParams(location.search).has("__theme");
+  let stopKeeping = () => {};
+  const stored = localStorage.getItem("switchboard-theme");
+  // Gradio sets the class itself while it starts, so the choice is put back until the page stands.
+  function keepTheme() {
+    if (!stored || isForced) return;
+    const apply = () => document.body.classList.toggle("dark", stored === "dark");
+    apply();
+    const observer = new MutationObserver(() => {
+      if (document.body.classList.contains("dark") !== (stored === "dark")) apply();
+    });
+    observer.observe(document.body, { attributes: true, attributeFilter: ["class"] });
+    stopKeeping = () => observer.disconnect();
+  }
+  function toggleTheme() {
+    stopKeeping();
+    const isDark = document.body.classList.toggle("dark");
+    localStorage.setItem("switchboard-theme", isDark ? "dark" : "light");
+  }
+
+  // Follow the answer while the reader is at its end; leave the reader alone who has scrolled up.
+  let followed = null;
+  function follow(log) {
+    if (log === followed) return;
+    followed = log;
+    let isAtEnd = true;
+    let numQuestions = 0;
+    log.addEventListener("scroll", () => {
+      isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_BOTTOM_PX;
+    });
+    const toEnd = () => {
+      const count = log.querySelectorAll('[data-testid="user"]').length;
+      if (count > numQuestions) isAtEnd = true;
+      numQuestions = count;
+      if (isAtEnd) log.scrollTop = log.scrollHeight;
+    };
+    new MutationObserver(toEnd).observe(log, { childList: true, subtree: true, characterData: true });
+    new ResizeObserver(toEnd).observe(log.firstElementChild || log);
+  }
+
+  // Gradio's recorder says nothing when the browser gives it no microphone.
+  async function microphoneProblem() {
+    if (!isSecureContext || !navigator.mediaDevices) return words["mic.insecure"];
+    try {
+      const permission = await navigator.permissions.query({ name: "microphone" });
+      if (permission.state === "denied") return words["mic.denied"];
+    } catch { /* The browser cannot be asked; it will ask by itself. */ }
+    const devices = await navigator.mediaDevices.enumerateDevices();
+    return devices.some((device) => device.kind === "audioinput") ? "" : words["mic.missing"];
+  }
+  async function hintAtMicrophone() {
+    const problem = await microphoneProblem();
+    const place = document.getElementById("microphone-hint");
+    if (place) place.textContent = problem;
+  }
+
+  // Names for the few controls that Gradio leaves without one.
+  function nameControls() {
+    document.querySelector("#composer textarea:not([aria-label])")?.setAttribute("aria-label", words["chat.composer"]);
+    for (const arrow of document.querySelectorAll("#chatbot .thought-group .arrow:not([aria-hidden])")) {
+      arrow.setAttribute("aria-hidden", "true");
+      arrow.setAttribute("tabindex", "-1");
+    }
+  }
+
+  function confirmAction(title, body, yes) {
+    const dialog = document.createElement("dialog");
+    dialog.className = "confirm";
+    const add = (parent, tag, content, attributes = {}) => {
+      const node = parent.appendChild(Object.assign(document.createElement(tag), attributes));
+      node.textContent = content;
+      return node;
+    };
+    add(dialog, "h2", title);
+    for (const paragraph of body.split("\n")) add(dialog, "p", paragraph);
+    const form = add(dialog, "form", "", { method: "dialog" });
+    add(form, "button", words["adapters.cancel"], { value: "cancel", autofocus: true });
+    add(form, "button", yes, { value: "yes", className: "danger" });
+    document.body.append(dialog);
+    dialog.showModal();
+    return new Promise((resolve) => {
+      dialog.addEventListener("close", () => {
+        dialog.remove();
+        resolve(dialog.returnValue === "yes");
+      });
+    });
+  }
+
+  window.switchboard = { confirm: confirmAction };
+
+  addEventListener("click", (event) => {
+    if (event.target.closest("[data-theme-toggle]")) toggleTheme();
+    if (event.target.closest('#composer [data-testid="microphone-button"]')) hintAtMicrophone();
+  }, true);
+
+  const watch = () => {
+    const log = document.querySelector('#chatbot [role="log"]');
+    if (log) follow(log);
+    nameControls();
+  };
+  whenReady(() => {
+    keepTheme();
+    watch();
+    new MutationObserver(watch).observe(document.body, { childList: true, subtree: true });
+  });
+})();

@@ -1,0 +1,193 @@
+"""Request bodies: every field is used, known to be harmless, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from api.schema import ChatRequest, CompletionRequest, read_body
+from engine.errors import InvalidRequest
+from engine.request import SamplingParams
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return read_body(ChatRequest, json.dumps({**CHAT, **fields}).encode())
+
+
+def use_chat(fields: dict[str, Any]) -> None:
+    """All that a route does with a body before anything runs."""
+    body = chat(**fields)
+    body.sampling()
+    assert body.opens_answer is not None
+
+
+def use_completion(fields: dict[str, Any]) -> None:
+    body = read_body(CompletionRequest, json.dumps({**COMPLETION, **fields}).encode())
+    body.sampling()
+    body.prompts()
+
+
+def refusal(**fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as fault:
+        use_chat(fields)
+    return fault.value
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    values = {
+        "temperature": 0,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "seed": 3,
+        "stop": ["a", "b"],
+        "stop_token_ids": [5],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
+    sampling = chat(**values, max_tokens=9, logprobs=True, top_logprobs=2, logit_bias={"4": -100}).sampling()
+    assert sampling == SamplingParams(**values, max_tokens=9, logprobs=2, logit_bias={4: -100.0})  # type: ignore[arg-type]
+
+
+def test_absent_and_null_fields_are_the_defaults() -> None:
+    names = ("temperature", "top_p", "seed", "stop", "max_tokens", "logprobs", "tools", "response_format", "n", "lora")
+    plain = chat()
+    assert plain.sampling() == SamplingParams(max_tokens=None)
+    assert chat(**dict.fromkeys(names)).sampling() == plain.sampling()
+    assert read_body(CompletionRequest, json.dumps(COMPLETION).encode()).sampling().max_tokens == 16
+
+
+def test_fields_that_change_nothing_are_accepted() -> None:
+    fields = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True}
+    neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    assert chat(**fields, **neutral).sampling() == chat().sampling()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"chat_template": "{{x}}"}, "chat_template"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"best_of": 2}, "best_of"),
+        ({"wibble": 1}, "wibble"),
+        ({"wibble": None}, "wibble"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": "2"}, "n"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [1, "x"]}, "stop_token_ids[1]"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": {"7": 200}}, "logit_bias.7"),
+        ({"logit_bias": {"7": "much"}}, "logit_bias.7"),
+        ({"logit_bias": [7]}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"wibble": 1}}, "stream_options.wibble"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream": "yes"}, "stream"),
+        ({"lora": 3}, "lora"),
+        ({"model": None}, "model"),
+        ({"model": 3}, "model"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
+    fault = refusal(**fields)
+    assert fault.param == param
+    assert param.partition("[")[0].partition(".")[0] in fault.message
+
+
+@pytest.mark.parametrize("missing", ["model", "messages"])
+def test_a_missing_field_is_named(missing: str) -> None:
+    with pytest.raises(InvalidRequest, match="missing") as fault:
+        read_body(ChatRequest, json.dumps({k: v for k, v in CHAT.items() if k != missing}).encode())
+    assert fault.value.param == missing
+
+
+def test_a_misspelt_field_is_answered_with_the_right_spelling() -> None:
+    assert "did you mean temperature?" in refusal(temprature=1).message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b'"text"',
+        b'{"model": NaN}',
+        b'{"model": "\\ud800"}',
+        b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        read_body(ChatRequest, raw)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("hi", ["hi"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_a_prompt_is_text_or_tokens_or_a_list_of_either(prompt: Any, prompts: list[Any]) -> None:
+    assert read_body(CompletionRequest, json.dumps({**COMPLETION, "prompt": prompt}).encode()).prompts() == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "end"}, "suffix"),
+        ({"suffix": ""}, "suffix"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": [1, "a"]}, "prompt[0]"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_a_completion_field_that_cannot_be_honoured_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as fault:
+        use_completion(fields)
+    assert fault.value.param == param

@@ -1,0 +1,83 @@
+"""The service layer as the browser app calls it, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from api.errors import RuntimeUpdatingOff
+from api.service import Service
+from api.settings import ServerSettings
+from engine import Engine
+from engine.request import AudioPart, Message, SamplingParams, TextPart, TextPrompt
+from tests.oracles import tone
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+@pytest.fixture
+def service(tiny_engine: Engine) -> Service:
+    return Service(tiny_engine, ServerSettings().resolve())
+
+
+@pytest.mark.asyncio
+async def test_chat_completion_and_transcription_give_answers_with_receipts(service: Service) -> None:
+    clip = AudioPart((tone(0.4), 16_000))
+    chat = await service.start_chat([Message("user", [TextPart("hi"), clip])], GREEDY, n=2)
+    named = await service.start_completion(TextPrompt("hi"), GREEDY, lora="style")
+    transcript = await service.start_transcription(clip, GREEDY, lora="none")
+    answers = [*chat, *named, transcript]
+    reasons = ["default:audio", "default:audio", "explicit", "opt-out"]
+    assert [answer.receipt.reason for answer in answers] == reasons
+    for answer in answers:
+        assert [delta.finish_reason async for delta in answer][-1] in ("stop", "length")
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_starts_after_its_caller_has_gone_is_aborted(
+    service: Service, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on, is_aborted = threading.Event(), threading.Event(), threading.Event()
+    start = tiny_engine.start_sync
+
+    def start_late(*args: Any, **kwargs: Any) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(20)
+        [answer] = start(*args, **kwargs)
+        abort = answer.abort
+        answer.abort = lambda: (abort(), is_aborted.set())  # type: ignore[assignment, method-assign, func-returns-value]
+        return [answer]
+
+    monkeypatch.setattr(tiny_engine, "start_sync", start_late)
+    starting = asyncio.create_task(service.start_chat([Message("user", "hi")], GREEDY))
+    assert await asyncio.to_thread(has_begun.wait, 20)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    may_go_on.set()
+    assert await asyncio.to_thread(is_aborted.wait, 20)
+
+
+@pytest.mark.asyncio
+async def test_changes_are_refused_where_they_are_switched_off(tiny_engine: Engine) -> None:
+    service = Service(tiny_engine, ServerSettings(allow_runtime_lora_updating=False).resolve())
+    for change in (
+        service.load_adapter("x", "/nowhere"),
+        service.unload_adapter("style"),
+        service.delete_adapter("style"),
+        service.pin_adapter("style", True),
+        service.roll_back_adapter("style", "sha256:x"),
+        service.install_upload("x", {}),
+    ):
+        with pytest.raises(RuntimeUpdatingOff):
+            await change
+    assert "style" in {info.name for info in await service.list_adapters()}
+
+
+def test_who_may_change_adapters_follows_the_one_policy(tiny_engine: Engine) -> None:
+    assert Service(tiny_engine, ServerSettings().resolve()).is_admin(None)
+    guarded = Service(tiny_engine, ServerSettings(api_key="key", admin_key="root").resolve())
+    assert [guarded.is_admin(each) for each in (None, "Bearer key", "Bearer root")] == [False, False, True]

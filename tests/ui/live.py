@@ -1,0 +1,234 @@
+"""A live server on the real engine with the embedded model, and a real browser to look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import shutil
+import socket
+import struct
+import threading
+import wave
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from playwright.sync_api import Browser, Page, Playwright, expect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.app import create_app
+from api.service import Service
+from api.settings import ServerSettings
+from engine import Engine, EngineConfig
+from engine.config import EMBEDDED_ASSETS, LoRAModule
+from ui.app import end_sessions, mount_ui
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--use-fake-ui-for-media-stream",
+    "--use-fake-device-for-media-stream",
+)
+START_S = 30.0
+CONTEXT_LEN = 384
+ANSWER_MS = 20_000
+
+
+@dataclass
+class Live:
+    """A running server, in a thread of this process."""
+
+    url: str
+    app: FastAPI
+    service: Service
+    server: uvicorn.Server
+    thread: threading.Thread
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind the server."""
+        return self.service.engine
+
+
+class StripPrefix:
+    """A proxy's work: takes a prefix off each path before the server sees it, and knows nothing outside it."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = scope["path"]
+        inside = path.removeprefix(self._prefix) if path.startswith(f"{self._prefix}/") else "/outside-the-prefix"
+        return await self._app({**scope, "path": inside, "raw_path": inside.encode()}, receive, send)
+
+
+def embedded_engine(adapter_dir: Path) -> Engine:
+    """The embedded model with its adapters as `make run` starts it, with less memory and a shorter context."""
+    adapters = [LoRAModule(name, str(EMBEDDED_ASSETS / "adapters" / name)) for name in ("speech", "sql", "pirate")]
+    return Engine(
+        EngineConfig(
+            lora_modules=adapters,
+            default_mm_loras={"audio": "speech"},
+            adapter_dir=str(adapter_dir),
+            max_model_len=CONTEXT_LEN,
+            max_num_seqs=8,
+            max_loras=4,
+            kv_cache_memory_mb=64,
+        )
+    )
+
+
+@contextmanager
+def serving(engine: Engine, settings: ServerSettings, *, prefix: str = "") -> Iterator[Live]:
+    """Serve `engine` on a free port; `prefix` puts a prefix-stripping proxy in front."""
+    started: Future[Live] = Future()
+
+    async def serve() -> None:
+        # Built where a loop runs: without one, Gradio makes loops that it never closes.
+        app = create_app(engine, settings)
+        mount_ui(app, app.state.service, settings)
+        outermost: ASGIApp = StripPrefix(app, prefix) if prefix else app
+        config = uvicorn.Config(outermost, port=0, log_level="error", ws="none", timeout_graceful_shutdown=3)
+        server = Server(config, lambda: started.set_result(live))
+        live = Live(
+            f"http://127.0.0.1:{{port}}{prefix}/", app, app.state.service, server, thread, asyncio.get_running_loop()
+        )
+        await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="live-server", daemon=True)
+    thread.start()
+    live = started.result(START_S)
+    port = live.server.servers[0].sockets[0].getsockname()[1]
+    live.url = live.url.format(port=port)
+    try:
+        yield live
+    finally:
+        stop(live)
+
+
+class Server(uvicorn.Server):
+    """Tells when it is ready."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def stop(live: Live) -> None:
+    """What `app.py` does at Ctrl-C."""
+    if live.thread.is_alive():
+        live.loop.call_soon_threadsafe(end_sessions, live.app)
+    live.server.should_exit = True
+    live.thread.join(START_S)
+
+
+def browser_path() -> str | None:
+    """An installed Chromium, or None."""
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+def launch(playwright: Playwright, *, recording: Path | None = None) -> Browser:
+    """A headless Chromium; `recording` is what its microphone hears."""
+    microphone = [f"--use-file-for-fake-audio-capture={recording}"] if recording else []
+    return playwright.chromium.launch(executable_path=browser_path(), args=[*BROWSER_FLAGS, *microphone])
+
+
+def write_tone(path: Path, *, seconds: float = 1.0, hertz: float = 440.0, rate: int = 16000) -> Path:
+    """A WAV with a sine; 0 seconds leaves a header alone."""
+    samples = (int(9000 * math.sin(2 * math.pi * hertz * i / rate)) for i in range(int(seconds * rate)))
+    with wave.open(str(path), "wb") as clip:
+        clip.setnchannels(1)
+        clip.setsampwidth(2)
+        clip.setframerate(rate)
+        clip.writeframes(b"".join(struct.pack("<h", sample) for sample in samples))
+    return path
+
+
+class ChatPage:
+    """The Chat tab as a person works with it."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.box = page.locator("#composer textarea")
+        self.receipts = page.locator("#chatbot .thought-group .title")
+        self.answers = page.locator("#chatbot [data-testid=bot]")
+        self.questions = page.locator("#chatbot [data-testid=user]")
+        self.hint = page.locator("#composer-hint")
+        self.stop_button = page.get_by_role("button", name="Stop", exact=True)
+
+    def open(self, url: str) -> ChatPage:
+        """Load the page and wait until it can be used."""
+        self.page.goto(url)
+        expect(self.box).to_be_visible()
+        return self
+
+    def start_over(self) -> ChatPage:
+        """Leave nothing of an earlier test in this tab."""
+        self.page.get_by_role("tab", name="Chat").click()
+        self.wait_until_ready()
+        self.page.locator("#new-conversation").click()
+        expect(self.questions).to_have_count(0)
+        self.box.fill("")
+        while self.page.get_by_role("button", name="Remove file").count():
+            self.page.get_by_role("button", name="Remove file").first.click()
+        expect(self.page.get_by_label("Adapter", exact=True)).to_have_value(re.compile("^Auto"))
+        return self
+
+    def submit(self, text: str = "") -> None:
+        """Write and press Send."""
+        self.box.fill(text)
+        self.page.get_by_test_id("submit-button").click()
+
+    def attach(self, *paths: Path) -> None:
+        """Choose files, and wait until they are uploaded."""
+        self.page.get_by_test_id("file-upload").set_input_files([str(path) for path in paths])
+        expect(self.page.get_by_role("button", name="Remove file")).to_have_count(len(paths))
+
+    def ask(self, text: str = "") -> str:
+        """Send, wait for the end of the answer, and return the new receipt's text."""
+        before = self.receipts.count()
+        self.submit(text)
+        return self.wait_for_receipt(before + 1)
+
+    def wait_for_receipt(self, count: int) -> str:
+        """Wait until the conversation has so many receipts and nothing runs; returns the newest one's text."""
+        expect(self.receipts).to_have_count(count, timeout=ANSWER_MS)
+        self.wait_until_ready()
+        return " ".join(self.receipts.last.inner_text().split())
+
+    def wait_until_ready(self) -> None:
+        """Wait until Send and New conversation can be pressed again."""
+        expect(self.page.locator("#new-conversation")).to_be_enabled(timeout=ANSWER_MS)
+        expect(self.page.get_by_test_id("submit-button")).to_be_visible(timeout=ANSWER_MS)
+
+    def choose_adapter(self, label: str) -> None:
+        """Pick from the adapter menu, by the beginning of the entry's label."""
+        self.page.get_by_label("Adapter", exact=True).click()
+        self.page.get_by_role("option").filter(has_text=label).first.click()
+
+
+def overflow(page: Page) -> int:
+    """How many pixels the page is wider than its window."""
+    width: Any = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    return int(width)

@@ -1,0 +1,202 @@
+"""The Adapters tab in a real browser, on the real engine with the embedded model."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from api.settings import ServerSettings
+from engine import Engine
+from engine.config import EMBEDDED_ASSETS
+from tests.ui.live import ChatPage, Live, serving
+
+SQL = EMBEDDED_ASSETS / "adapters" / "sql"
+DROP = """(files) => {
+  const data = new DataTransfer();
+  for (const [name, content] of files) {
+    data.items.add(new File([Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0))], name));
+  }
+  return data;
+}"""
+
+
+def zip_of(folder: Path, *, config: dict[str, object] | None = None) -> bytes:
+    """The adapter of a folder as a zip, with fields of its config replaced."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        fields = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        archive.writestr("adapter_config.json", json.dumps(fields | (config or {})))
+        archive.write(folder / "adapter_model.safetensors", "adapter_model.safetensors")
+    return buffer.getvalue()
+
+
+class AdaptersPage:
+    """The Adapters tab as a person works with it."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.table = page.locator("#adapters-table")
+        self.cards = page.locator("#adapters-report article")
+        self.toasts = page.get_by_test_id("toast-text")
+
+    def open(self) -> AdaptersPage:
+        self.page.get_by_role("tab", name="Adapters").click()
+        expect(self.table).to_contain_text("speech")
+        return self
+
+    def row(self, name: str) -> Locator:
+        return self.table.locator(f"tr[data-adapter='{name}']")
+
+    def drop(self, **files: bytes) -> None:
+        """Drag files from a folder onto the drop box and let go."""
+        coded = [[name, base64.b64encode(content).decode()] for name, content in files.items()]
+        data = self.page.evaluate_handle(DROP, coded)
+        for event in ("dragenter", "dragover", "drop"):
+            self.page.locator("#adapter-upload button").first.dispatch_event(event, {"dataTransfer": data})
+
+
+@pytest.fixture
+def tab(chat: ChatPage, live: Live) -> Iterator[AdaptersPage]:
+    """The Adapters tab without cards of earlier tests; what a test installs is unloaded afterwards."""
+    adapters = AdaptersPage(chat.page).open()
+    while count := adapters.cards.count():
+        adapters.cards.first.get_by_role("button", name="Dismiss").click()
+        expect(adapters.cards).to_have_count(count - 1)
+    before = set(live.engine.adapters.names())
+    yield adapters
+    for name in set(live.engine.adapters.names()) - before:
+        live.engine.adapters.unload(name)
+
+
+def test_the_table_says_what_each_adapter_is(tab: AdaptersPage, live: Live) -> None:
+    info = live.engine.adapters.get("speech")
+    row = tab.row("speech")
+    expect(row).to_contain_text((info.generation or "").removeprefix("sha256:")[:8])
+    expect(row).to_contain_text("default for audio")
+    expect(row).to_contain_text("q_proj, v_proj")
+    expect(row).to_contain_text(str(info.rank))
+    expect(tab.page.locator("#adapters-figures")).to_contain_text("Adapters3")
+
+
+def test_a_dropped_zip_is_checked_named_installed_used_and_deleted(tab: AdaptersPage, live: Live) -> None:
+    page, name = tab.page, "my-queries-1"
+    tab.drop(**{"my queries (1).zip": zip_of(SQL)})
+    card = tab.cards.first
+    expect(card).to_contain_text("Ready to install")
+    expect(card).to_contain_text("42 of 42 tensor pairs matched")
+    expect(card.get_by_role("textbox", name="Name")).to_have_value(name)
+    assert not live.engine.adapters.contains(name)
+
+    card.get_by_role("button", name="Install").click()
+    expect(tab.toasts.last).to_contain_text(f"{name} is installed")
+    expect(tab.row(name)).to_contain_text("in memory")
+    assert live.engine.adapters.get(name).is_stored
+
+    page.get_by_role("tab", name="Chat").click()
+    chat = ChatPage(page)
+    chat.choose_adapter(name)
+    assert chat.ask("List all notes").startswith(name)
+
+    tab.open()
+    tab.row(name).get_by_role("button", name=f"Delete {name}").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("button", name="Cancel").click()
+    assert live.engine.adapters.contains(name)
+    tab.row(name).get_by_role("button", name=f"Delete {name}").click()
+    dialog.get_by_role("button", name="Delete").click()
+    expect(tab.row(name)).to_have_count(0)
+    assert not live.engine.adapters.contains(name)
+
+    page.get_by_role("tab", name="Chat").click()
+    expect(page.get_by_label("Adapter", exact=True)).to_have_value("Auto: decided by what the message holds")
+    expect(chat.hint).to_contain_text(f"{name} was unloaded")
+
+
+def test_several_files_are_judged_one_by_one_and_bad_ones_say_why(tab: AdaptersPage) -> None:
+    tab.drop(
+        **{
+            "good.zip": zip_of(SQL),
+            "too-large.zip": zip_of(SQL, config={"r": 512}),
+            "broken.zip": b"PK\x03\x04 no more",
+            "adapter_config.json": (SQL / "adapter_config.json").read_bytes(),
+            "adapter_model.safetensors": (SQL / "adapter_model.safetensors").read_bytes(),
+        }
+    )
+    expect(tab.cards).to_have_count(4)
+    by_title = {title: tab.cards.filter(has=tab.page.get_by_role("heading", name=title)) for title in TITLES}
+    expect(by_title["good.zip"]).to_contain_text("Ready to install")
+    expect(by_title["2 files"]).to_contain_text("Ready to install")
+    for title in ("too-large.zip", "broken.zip"):
+        expect(by_title[title]).to_contain_text("Refused")
+        expect(by_title[title]).to_contain_text("Failed")
+        expect(by_title[title].get_by_role("button", name="Install")).to_have_count(0)
+
+
+TITLES = ("good.zip", "too-large.zip", "broken.zip", "2 files")
+
+
+def test_a_taken_name_is_only_replaced_when_asked_for(tab: AdaptersPage, live: Live) -> None:
+    tab.drop(**{"first.zip": zip_of(SQL)})
+    tab.cards.first.get_by_role("button", name="Install").click()
+    expect(tab.row("first")).to_be_visible()
+    old = live.engine.adapters.get("first").generation
+    tab.drop(**{"second.zip": zip_of(SQL, config={"lora_alpha": 8})})
+    card = tab.cards.first
+    card.get_by_role("textbox", name="Name").fill("first")
+    card.get_by_role("button", name="Install").click()
+    expect(card).to_contain_text("The name first is taken.")
+    assert live.engine.adapters.get("first").generation == old
+    expect(card.get_by_role("textbox", name="Name")).to_have_value("first")
+    card.get_by_label("Replace the adapter that has this name").check()
+    card.get_by_role("button", name="Install").click()
+    expect(card).to_contain_text("Installed")
+    assert live.engine.adapters.get("first").generation != old
+
+
+def test_pin_and_unpin(tab: AdaptersPage, live: Live) -> None:
+    tab.row("pirate").get_by_role("button", name="Pin pirate").click()
+    expect(tab.row("pirate")).to_contain_text("pinned")
+    assert live.engine.adapters.get("pirate").pinned
+    tab.row("pirate").get_by_role("button", name="Unpin pirate").click()
+    expect(tab.row("pirate")).not_to_contain_text("pinned")
+    assert not live.engine.adapters.get("pirate").pinned
+
+
+def assert_locked(page: Page, reason: str, live: Live) -> None:
+    """The page says why, and a button that was enabled by hand gets no further than the server."""
+    tab = AdaptersPage(page).open()
+    expect(page.locator("#adapters-notice")).to_contain_text(reason)
+    unload = tab.row("pirate").get_by_role("button", name="Unload pirate")
+    expect(unload).to_be_disabled()
+    unload.evaluate("(button) => { button.disabled = false; button.dataset.title = ''; button.click(); }")
+    expect(tab.toasts.first).to_contain_text(reason)
+    assert live.engine.adapters.contains("pirate")
+
+
+def test_where_updates_are_off_the_page_says_how_to_turn_them_on(
+    embedded: Engine, open_page: Callable[..., Page]
+) -> None:
+    with serving(embedded, ServerSettings(allow_runtime_lora_updating=False).resolve()) as server:
+        page = open_page()
+        ChatPage(page).open(server.url)
+        assert_locked(page, "--allow-runtime-lora-updating", server)
+
+
+def test_only_the_administrators_login_may_change_adapters(embedded: Engine, open_page: Callable[..., Page]) -> None:
+    with serving(embedded, ServerSettings(api_key="user-key", admin_key="admin-key").resolve()) as server:
+        visitor, admin = (
+            open_page(http_credentials={"username": "anyone", "password": key}) for key in ("user-key", "admin-key")
+        )
+        assert ChatPage(visitor).open(server.url).ask("Hello!").startswith("Base model")
+        assert_locked(visitor, "need the admin key", server)
+        ChatPage(admin).open(server.url)
+        tab = AdaptersPage(admin).open()
+        expect(tab.row("pirate").get_by_role("button", name="Unload pirate")).to_be_enabled()
+        expect(admin.locator("#adapters-notice")).not_to_be_visible()

@@ -1,0 +1,310 @@
+"""The Chat tab in a real browser, on the real engine with the embedded model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from engine.config import EMBEDDED_ASSETS
+from engine.request import Message, SamplingParams
+from tests.ui.live import ChatPage, Live, overflow, write_tone
+from ui.examples import PROMPTS
+
+MANIFEST = EMBEDDED_ASSETS / "audio" / "manifest.json"
+SOON_MS = 10_000
+
+
+@pytest.fixture
+def endless(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that only end at their token limit."""
+    start = live.service.start_chat
+
+    async def start_endless(messages: Sequence[Message], sampling: SamplingParams, **keywords: Any) -> Any:
+        return await start(messages, dataclasses.replace(sampling, ignore_eos=True, max_tokens=300), **keywords)
+
+    monkeypatch.setattr(live.service, "start_chat", start_endless)
+
+
+@pytest.fixture
+def sent(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Message]]:
+    """The prompts that reach the service."""
+    prompts: list[Sequence[Message]] = []
+    start = live.service.start_chat
+
+    async def start_noted(messages: Sequence[Message], sampling: SamplingParams, **keywords: Any) -> Any:
+        prompts.append(messages)
+        return await start(messages, sampling, **keywords)
+
+    monkeypatch.setattr(live.service, "start_chat", start_noted)
+    return prompts
+
+
+def wait_for(page: Page, is_so: Callable[[], bool]) -> None:
+    """Wait until something is so on the server, while the page lives on."""
+    for _ in range(200):
+        if is_so():
+            return
+        page.wait_for_timeout(50)
+    pytest.fail("it did not come about in 10 seconds")
+
+
+def wait_until_idle(page: Page, live: Live) -> None:
+    """Wait until nothing runs or waits in the engine."""
+    wait_for(page, lambda: live.service.stats().num_running + live.service.stats().num_waiting == 0)
+
+
+def test_plain_text_is_answered_by_the_base_model_and_says_so(chat: ChatPage) -> None:
+    receipt = chat.ask("Hello!")
+    assert receipt.startswith("Base model base model, no adapter applies")
+    assert "queued" in receipt and "tokens cached" in receipt
+    card = chat.page.locator("#last-answer")
+    expect(card).to_contain_text("Base model")
+    expect(card).to_contain_text("First token")
+
+
+def test_the_adapter_that_was_picked_answers_with_its_generation(chat: ChatPage, live: Live) -> None:
+    chat.choose_adapter("sql")
+    receipt = chat.ask("List all notes")
+    digest = (live.engine.adapters.get("sql").generation or "").removeprefix("sha256:")[:8]
+    assert receipt.startswith(f"sql {digest} · chosen by you loaded in ")
+    chat.choose_adapter("Base model")
+    assert "you asked for the base model" in chat.ask("And now?")
+
+
+def test_an_uploaded_clip_goes_to_the_default_for_audio_and_can_be_played(chat: ChatPage, tone: Path) -> None:
+    chat.attach(tone)
+    receipt = chat.ask()
+    assert receipt.startswith("speech ")
+    assert "the message holds audio, and speech is the default for audio" in receipt
+    play = chat.page.locator("#chatbot").get_by_role("button", name="Play", exact=True)
+    expect(play).to_be_visible()
+    receipt = chat.ask("Thank you")
+    assert "an earlier message holds audio, and speech is the default for audio" in receipt
+
+
+def test_a_recording_of_the_microphone_is_sent(open_page: Callable[..., Page], live: Live) -> None:
+    chat = ChatPage(open_page(permissions=["microphone"])).open(live.url)
+    page = chat.page
+    page.get_by_test_id("microphone-button").click()
+    page.get_by_role("button", name="Start recording").click()
+    page.wait_for_timeout(700)
+    page.get_by_role("button", name="Stop recording").click()
+    page.get_by_role("button", name="Attach audio").click()
+    expect(page.get_by_role("button", name="Remove file")).to_be_visible()
+    assert chat.ask().startswith("speech ")
+
+
+def test_a_page_without_microphone_says_what_to_do(open_page: Callable[..., Page], live: Live) -> None:
+    page = open_page()
+    page.add_init_script("navigator.mediaDevices.enumerateDevices = async () => []")
+    chat = ChatPage(page).open(live.url)
+    page.get_by_test_id("microphone-button").click()
+    expect(page.locator("#microphone-hint")).to_contain_text("No microphone was found")
+    expect(chat.box).to_be_visible()
+
+
+def test_nothing_is_sent_without_content(chat: ChatPage, tmp_path: Path, sent: list[Any]) -> None:
+    chat.submit("")
+    expect(chat.hint).to_contain_text("Write a message or attach audio first.")
+    chat.attach(write_tone(tmp_path / "empty.wav", seconds=0))
+    chat.submit("What is this?")
+    expect(chat.hint).to_contain_text("Nothing was recorded.")
+    expect(chat.questions).to_have_count(0)
+    assert sent == []
+
+
+@pytest.mark.usefixtures("endless")
+def test_stop_ends_the_answer_and_frees_the_engine(chat: ChatPage, live: Live) -> None:
+    chat.submit("Tell me a story")
+    expect(chat.receipts).to_contain_text("answering", timeout=SOON_MS)
+    assert live.service.stats().num_running == 1
+    chat.stop_button.click()
+    expect(chat.answers.last).to_contain_text("Stopped by you", timeout=SOON_MS)
+    wait_until_idle(chat.page, live)
+    chat.wait_until_ready()
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_closed_tab_frees_the_engine(fresh_chat: ChatPage, live: Live, open_page: Callable[..., Page]) -> None:
+    fresh_chat.submit("Tell me a story")
+    expect(fresh_chat.receipts).to_contain_text("answering", timeout=SOON_MS)
+    assert live.service.stats().num_running == 1
+    fresh_chat.page.close()
+    wait_until_idle(open_page(), live)
+
+
+@pytest.mark.usefixtures("endless")
+def test_two_visitors_are_answered_at_once_and_see_only_their_own(
+    chat: ChatPage, live: Live, open_page: Callable[..., Page]
+) -> None:
+    other = ChatPage(open_page()).open(live.url)
+    chat.submit("First visitor")
+    other.submit("Second visitor")
+    for each in (chat, other):
+        expect(each.receipts).to_contain_text("answering", timeout=SOON_MS)
+    assert live.service.stats().num_running == 2
+    chat.stop_button.click()
+    expect(chat.answers.last).to_contain_text("Stopped by you", timeout=SOON_MS)
+    assert live.service.stats().num_running == 1
+    expect(other.questions).to_have_text(["Second visitor"])
+    other.stop_button.click()
+    wait_until_idle(chat.page, live)
+
+
+def test_retry_edit_undo_and_new_conversation(chat: ChatPage, sent: list[Sequence[Message]]) -> None:
+    page = chat.page
+    chat.ask("Hello")
+    chat.ask("Who are you?")
+    page.get_by_role("button", name="Retry", exact=True).click()
+    wait_for(page, lambda: len(sent) == 3)
+    chat.wait_for_receipt(2)
+    assert [message.content for message in sent[2] if message.role == "user"] == ["Hello", "Who are you?"]
+
+    page.get_by_role("button", name="Edit", exact=True).first.click()
+    page.locator("#chatbot textarea").fill("Good morning")
+    page.locator("#chatbot").get_by_role("button", name="Submit").click()
+    wait_for(page, lambda: len(sent) == 4)
+    chat.wait_for_receipt(1)
+    assert [message.content for message in sent[3]] == ["Good morning"]
+
+    page.get_by_role("button", name="Undo", exact=True).click()
+    expect(chat.box).to_have_value("Good morning")
+    expect(chat.questions).to_have_count(0)
+    chat.ask("Good evening")
+    page.get_by_role("button", name="New conversation").click()
+    expect(chat.questions).to_have_count(0)
+
+
+def test_only_what_was_said_goes_back_to_the_model(
+    chat: ChatPage, tone: Path, tmp_path: Path, sent: list[Sequence[Message]]
+) -> None:
+    chat.attach(tone)
+    chat.ask("What is this?")
+    broken = tmp_path / "broken.wav"
+    broken.write_bytes(b"RIFF" + bytes(200))
+    chat.attach(broken)
+    chat.submit("And this?")
+    expect(chat.answers.last).to_contain_text("No answer.", timeout=SOON_MS)
+    expect(chat.answers.last).to_contain_text("left out of what the model sees")
+    chat.wait_until_ready()
+    chat.ask("Thank you")
+    roles = [message.role for message in sent[-1]]
+    assert roles == ["user", "assistant", "user"]
+    assert sent[-1][2].content == "Thank you"
+    everything = str(sent[-1])
+    assert "tone.wav" in everything
+    for never in ("default for audio", "No answer.", "broken.wav", "tokens/s"):
+        assert never not in everything
+
+
+def test_settings_reach_the_engine(fresh_chat: ChatPage, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Sequence[Message], SamplingParams]] = []
+    start = live.service.start_chat
+
+    async def start_noted(messages: Sequence[Message], sampling: SamplingParams, **keywords: Any) -> Any:
+        seen.append((messages, sampling))
+        return await start(messages, sampling, **keywords)
+
+    monkeypatch.setattr(live.service, "start_chat", start_noted)
+    page = fresh_chat.page
+    page.get_by_role("button", name="Generation settings").click()
+    for label, value in (
+        ("number input for Max tokens", "7"),
+        ("number input for Temperature", "0.5"),
+        ("Seed", "42"),
+        ("System prompt", "Be brief."),
+    ):
+        control = page.get_by_label(label)
+        control.click()
+        control.fill(value)
+        control.press("Tab")
+        expect(control).to_have_value(value)
+    fresh_chat.ask("Hello")
+    messages, sampling = seen[0]
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (7, 0.5, 42)
+    assert messages[0] == Message("system", "Be brief.")
+
+
+def test_a_sample_recording_is_written_down_word_by_word(chat: ChatPage) -> None:
+    clip = next(clip for clip in json.loads(MANIFEST.read_text(encoding="utf-8")) if clip.get("example"))
+    chat.page.locator("#chatbot").get_by_role("button", name="Recording:").first.click()
+    assert chat.wait_for_receipt(1).startswith("speech ")
+    expect(chat.answers.last).to_have_text(clip["text"])
+
+
+def test_a_text_example_is_answered_by_its_adapter_as_the_api_would(chat: ChatPage, live: Live) -> None:
+    chat.page.locator("#chatbot").get_by_role("button", name="Write SQL").click()
+    assert chat.wait_for_receipt(1).startswith("sql ")
+    expect(chat.page.get_by_label("Adapter", exact=True)).to_have_value(re.compile("^sql"))
+    body = {"model": "sql", "messages": [{"role": "user", "content": PROMPTS["sql"]}], "temperature": 0}
+    reply = chat.page.request.post(f"{live.url}v1/chat/completions", data=body).json()
+    said = reply["choices"][0]["message"]["content"]
+    assert said.startswith("SELECT")
+    expect(chat.answers.last).to_have_text(said)
+
+
+def test_no_request_leaves_the_server_whatever_an_answer_says(
+    fresh_chat: ChatPage, live: Live, tone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested: list[str] = []
+    fetched: list[str] = []
+    page = fresh_chat.page
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("response", lambda response: fetched.append(response.url))
+    page.reload()
+    fresh_chat.attach(tone)
+    fresh_chat.ask("![spy](https://example.com/spy.png) <img src='https://example.com/spy2.png'>")
+    page.get_by_role("tab", name="Adapters").click()
+    expect(page.locator("#adapters-table")).to_contain_text("speech")
+    outside = [url for url in fetched if not url.startswith((live.url, "data:", "blob:"))]
+    assert len(fetched) > 20 and outside == []
+    # The page wanted the pictures, so that the policy is what kept them from being fetched.
+    assert any("example.com" in url for url in requested)
+
+
+def test_a_phone_shows_everything_without_scrolling_sideways(
+    open_page: Callable[..., Page], live: Live, tone: Path
+) -> None:
+    page = open_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    chat = ChatPage(page).open(live.url)
+    assert overflow(page) == 0
+    menu, composer = page.locator("#adapter-menu").bounding_box(), page.locator("#composer").bounding_box()
+    assert menu is not None and composer is not None
+    assert menu["y"] < composer["y"] and composer["y"] + composer["height"] <= 844
+    chat.attach(tone)
+    chat.ask("Please write down every single word of this recording, averylongwordthatdoesnotbreakanywhere" * 2)
+    assert overflow(page) == 0
+    page.get_by_role("tab", name="Adapters").click()
+    expect(page.locator("#adapters-table")).to_contain_text("speech")
+    assert overflow(page) == 0
+
+
+def test_every_control_has_a_name(chat: ChatPage, tone: Path) -> None:
+    chat.attach(tone)
+    chat.ask("Hello")
+    chat.page.get_by_role("button", name="Generation settings").click()
+    nameless = chat.page.evaluate(
+        """() => [...document.querySelectorAll('button, input, textarea, select, [role=button], [role=tab]')]
+          .filter((node) => node.offsetParent !== null && !node.closest('[aria-hidden=true]'))
+          .filter((node) => !(node.getAttribute('aria-label') || node.innerText || node.title
+            || [...(node.labels ?? [])].some((label) => label.innerText.trim())))
+          .map((node) => node.outerHTML.slice(0, 200))"""
+    )
+    assert nameless == []
+
+
+def test_the_theme_button_is_remembered(fresh_chat: ChatPage) -> None:
+    page = fresh_chat.page
+    was_dark = page.evaluate("document.body.classList.contains('dark')")
+    page.get_by_role("button", name="Switch between light and dark").click()
+    page.reload()
+    expect(fresh_chat.box).to_be_visible()
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.body.classList.contains('dark')") is not was_dark

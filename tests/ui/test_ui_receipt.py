@@ -1,0 +1,58 @@
+"""Receipts say in words what the engine's receipt says in codes, and let no name become markup."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.request import Receipt
+from ui.receipt import Reply, last_answer_card, reason_in_words, receipt_line, receipt_title
+from ui.text import Texts
+
+TEXT = Texts()
+DIGEST = "sha256:3f2a91c0d1e2f3"
+
+
+def reply(receipt: Receipt, **fields: object) -> Reply:
+    made = Reply(phase="done", receipt=receipt, num_prompt_tokens=48, num_answer_tokens=11, generation_s=0.5)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "fields", "words"),
+    [
+        ("sql", "explicit", {}, "chosen by you"),
+        (None, "opt-out", {}, "you asked for the base model"),
+        (None, "base", {}, "base model, no adapter applies to this message by itself"),
+        (None, "base", {"has_audio": True}, "base model, no adapter is the default for audio"),
+        ("speech", "default:audio", {"has_new_audio": True},
+         "the message holds audio, and speech is the default for audio"),
+        ("speech", "default:audio", {}, "an earlier message holds audio, and speech is the default for audio"),
+        ("both", "default:audio+image", {"has_new_audio": True},
+         "the message holds audio and image, and both is the default for audio and image"),
+        (None, "conflict:audio=speech,image=vision", {},
+         "conflict: audio calls for speech, image calls for vision, so none was applied"),
+    ],
+)  # fmt: skip
+def test_every_reason_has_words(name: str | None, reason: str, fields: dict[str, object], words: str) -> None:
+    assert reason_in_words(TEXT, reply(Receipt(name, DIGEST if name else None, reason), **fields)) == words
+
+
+def test_the_line_holds_digest_reason_times_speed_and_cache() -> None:
+    line = receipt_line(TEXT, reply(Receipt("sql", DIGEST, "explicit", load_ms=1234, queue_ms=3.25, cached_tokens=16)))
+    assert line == (
+        "3f2a91c0 · chosen by you\nloaded in 1.2 s · queued 3.2 ms · 20 tokens/s · 16 of 48 prompt tokens cached"
+    )
+
+
+def test_an_unfinished_answer_says_what_it_waits_for() -> None:
+    receipt = Receipt(None, None, "base")
+    assert "queued with 3 others" in receipt_line(TEXT, reply(receipt, phase="queued", num_waiting=4))
+    assert "reading the prompt" in receipt_line(TEXT, reply(receipt, phase="reading"))
+
+
+def test_a_name_never_becomes_markup() -> None:
+    nasty = reply(Receipt("<img src=x>**b**[l](u)", DIGEST, "default:<b>"))
+    assert "<img" not in receipt_title(TEXT, nasty) and "**b**" not in receipt_title(TEXT, nasty)
+    assert "<img" not in last_answer_card(TEXT, nasty) and "<b>" not in last_answer_card(TEXT, nasty)

@@ -1,0 +1,90 @@
+"""Files that are dropped together become the right parcels, and a dry run reads as plain sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.report import AdapterReport
+from adapters.upload import UploadReport
+from ui.text import Texts
+from ui.upload_report import Parcel, adapter_name, make_parcels, report_html, report_lines
+
+TEXT = Texts()
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    report = AdapterReport(
+        matched=14, total=14, rank=8, ranks={8: 14}, alpha=16.0, scale=2.0, scales={2.0: 14},
+        target_modules=["q_proj", "v_proj"], parts=["decoder"], num_modules=14, num_bytes=40_960, dtype="float32",
+        digest="sha256:00", base_model="tiny", warnings=[], is_zero_effect=False,
+    )  # fmt: skip
+    return report.to_dict() | changes
+
+
+def parcel(report: UploadReport) -> Parcel:
+    return Parcel("x.zip", {"x.zip": Path("x.zip")}, "x", report=report)
+
+
+def test_each_zip_is_a_parcel_and_loose_files_are_one() -> None:
+    names = ("a/one.zip", "b/adapter_config.json", "c/TWO.ZIP", "d/adapter_model.safetensors")
+    parcels = make_parcels(TEXT, [Path(name) for name in names])
+    assert [sorted(each.files) for each in parcels] == [
+        ["one.zip"], ["TWO.ZIP"], ["adapter_config.json", "adapter_model.safetensors"],
+    ]  # fmt: skip
+    assert [each.problem for each in parcels] == [None] * 3
+
+
+def test_two_loose_files_of_one_name_are_not_guessed_at() -> None:
+    (only,) = make_parcels(TEXT, [Path("a/adapter_config.json"), Path("b/adapter_config.json")])
+    assert only.problem is not None and "two files called adapter_config.json" in only.problem
+    assert not only.is_ready
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [
+        ("my lora (1)", "my-lora-1"),
+        ("Spanish_v2.1", "Spanish_v2.1"),
+        ("--x--", "x"),
+        ("模型", "adapter"),
+        ("", "adapter"),
+    ],
+)
+def test_a_file_name_becomes_a_name_that_is_allowed(stem: str, name: str) -> None:
+    assert adapter_name(stem) == name
+
+
+def test_a_good_adapter_reads_as_what_was_checked() -> None:
+    lines = report_lines(TEXT, parcel(UploadReport(True, files=["adapter_config.json"], report=facts())))
+    assert {verdict for verdict, _ in lines} == {"passed"}
+    said = "\n".join(words for _, words in lines)
+    for expected in (
+        "14 of 14 tensor pairs",
+        "Rank 8, alpha 16, scale 2",
+        "q_proj, v_proj",
+        "41.0 kB",
+        "Trained on tiny",
+    ):
+        assert expected in said
+
+
+def test_mixed_ranks_doubts_and_faults_are_told() -> None:
+    mixed = facts(ranks={"8": 10, "16": 4}, scales={"2": 10, "1": 4}, warnings=["other base"], is_zero_effect=True)
+    lines = report_lines(TEXT, parcel(UploadReport(True, ignored=["README.md"], report=mixed)))
+    warnings = [words for verdict, words in lines if verdict == "warning"]
+    assert warnings == [TEXT("report.zero"), "Other base.", "Not used: README.md"]
+    assert any("8 (10×), 16 (4×)" in words for _, words in lines)
+    refused = parcel(UploadReport(False, errors=["rank 512 is over the limit of 64; start with --max-lora-rank 512"]))
+    assert report_lines(TEXT, refused) == [
+        ("failed", "Rank 512 is over the limit of 64; start with --max-lora-rank 512.")
+    ]
+    assert not refused.is_ready
+
+
+def test_nothing_in_an_upload_becomes_markup() -> None:
+    nasty = Parcel("<b>x</b>.zip", {}, "<i>x</i>'", report=UploadReport(True, files=["<u>y</u>"], report=facts()))
+    html = report_html(TEXT, [nasty])
+    assert not any(tag in html for tag in ("<b>x", "<i>x", "<u>y", "x</i>'"))

@@ -1,0 +1,169 @@
+"""The Adapters tab: figures, the table of adapters with its actions, and uploads that are checked before they are installed.
+
+Owns the components and their thin callbacks; the drawing is in `ui/adapter_table` and `ui/upload_report`, the work in the
+service. Each action asks again whether this visitor may do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from engine.errors import AppError
+from ui.adapter_table import TABLE_SCRIPT, figures_html, table_html
+from ui.page import DIRECT, Page
+from ui.upload_report import REPORT_SCRIPT, Parcel, make_parcels, report_html
+
+REFRESH_S = 3
+Update = dict[Any, Any]
+
+
+class AdaptersTab:
+    """Builds the tab's components and answers their events."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._text = page.text
+
+    def build(self) -> None:
+        """Create the components inside the current tab, then connect them."""
+        text = self._text
+        self.parcels = gr.State([])
+        self.notice = gr.HTML("", elem_id="adapters-notice", padding=False, apply_default_css=False, visible=False)
+        self.figures = gr.HTML("", elem_id="adapters-figures", padding=False, apply_default_css=False)
+        self.table = gr.HTML(
+            "", elem_id="adapters-table", padding=False, apply_default_css=False, js_on_load=TABLE_SCRIPT
+        )
+        with gr.Row(elem_id="adapter-row", equal_height=False):
+            with gr.Column(scale=4, min_width=300):
+                self.drop = gr.File(
+                    label=text("adapters.add"),
+                    file_count="multiple",
+                    type="filepath",
+                    elem_id="adapter-upload",
+                    height=190,
+                )
+            with gr.Column(scale=6, min_width=320):
+                self.report = gr.HTML(
+                    report_html(text, []),
+                    elem_id="adapters-report",
+                    padding=False,
+                    apply_default_css=False,
+                    js_on_load=REPORT_SCRIPT,
+                )
+        self.timer = gr.Timer(REFRESH_S, active=False)
+        self._shown = [self.notice, self.figures, self.table, self.drop]
+        self._connect()
+
+    def watch(self, selected: gr.Tab, others: Sequence[gr.Tab]) -> None:
+        """Refresh when the tab is opened and while it stays open."""
+        opened = selected.select(self.refresh, None, self._shown, **DIRECT)
+        opened.then(lambda: gr.Timer(active=True), None, self.timer, **DIRECT)
+        for other in others:
+            other.select(lambda: gr.Timer(active=False), None, self.timer, **DIRECT)
+
+    def _connect(self) -> None:
+        self.timer.tick(self.refresh, None, self._shown, **DIRECT)
+        # The names of these events are the ones that the scripts trigger.
+        table: Any = self.table
+        report: Any = self.report
+        table.action(self.act, None, self._shown, show_progress="hidden", api_visibility="private")
+        checked = [self.parcels, self.report, self.drop]
+        self.drop.upload(
+            self.check, [self.drop, self.parcels], checked, show_progress="hidden", api_visibility="private",
+            concurrency_limit=4,
+        )  # fmt: skip
+        installed = [self.report, *self._shown]
+        report.install(self.install, self.parcels, installed, show_progress="hidden", api_visibility="private")
+        report.dismiss(self.dismiss, self.parcels, self.report, **DIRECT)
+
+    async def refresh(self, request: gr.Request) -> Update:
+        """The tab as things stand."""
+        reason = self._page.lock_reason(request)
+        adapters = await self._page.service.list_adapters()
+        notice = f"<p class='notice' role='note'>{escape(reason or '')}</p>"
+        num_slots = self._page.service.engine.config.max_loras
+        return {
+            self.notice: gr.update(value=notice, visible=reason is not None),
+            self.figures: figures_html(self._text, adapters, num_slots=num_slots),
+            self.table: table_html(self._text, adapters, is_locked=reason is not None),
+            self.drop: gr.update(interactive=reason is None),
+        }
+
+    async def act(self, event: gr.EventData, request: gr.Request) -> Update:
+        """A button of the table pressed."""
+        action, name = str(event.act), str(event.name)
+        service = self._page.service
+        try:
+            self._require_leave(request)
+            if action in ("pin", "unpin"):
+                await service.pin_adapter(name, action == "pin")
+            elif action == "unload":
+                await service.unload_adapter(name)
+            elif action == "delete":
+                await service.delete_adapter(name)
+            else:
+                raise gr.Error(self._text("adapters.unknown_action"), print_exception=False)
+        except AppError as error:
+            raise gr.Error(escape(error.message), print_exception=False) from None
+        gr.Success(escape(self._text(f"adapters.done.{action}", name=name)))
+        return await self.refresh(request)
+
+    async def check(self, paths: list[str] | None, parcels: list[Parcel], request: gr.Request) -> AsyncIterator[Update]:
+        """Files dropped: a dry run for each parcel, drawn as each is done. The drop box is free again at once."""
+        self._require_leave(request)
+        arrived = make_parcels(self._text, [Path(path) for path in paths or []])
+        parcels[:0] = arrived
+        yield {self.report: report_html(self._text, parcels), self.drop: None, self.parcels: parcels}
+        for parcel in arrived:
+            if parcel.problem is None:
+                parcel.report = await self._page.service.inspect_upload(parcel.files)
+            yield {self.report: report_html(self._text, parcels)}
+
+    async def install(self, parcels: list[Parcel], event: gr.EventData, request: gr.Request) -> Update:
+        """Install pressed on a card."""
+        _keep_drafts(parcels, event.drafts)
+        parcel = next((parcel for parcel in parcels if parcel.key == event.key and parcel.is_ready), None)
+        if parcel is not None:
+            parcel.problem = await self._install(parcel, request)
+        return {self.report: report_html(self._text, parcels)} | await self.refresh(request)
+
+    async def _install(self, parcel: Parcel, request: gr.Request) -> str | None:
+        """Install a parcel; returns what went wrong, in words."""
+        text = self._text
+        if not parcel.name:
+            return text("report.no_name")
+        if not all(path.is_file() for path in parcel.files.values()):
+            return text("report.gone")
+        if self._page.service.engine.adapters.contains(parcel.name) and not parcel.replaces:
+            return text("report.taken", name=parcel.name)
+        try:
+            self._require_leave(request)
+            info = await self._page.service.install_upload(parcel.name, parcel.files, load_inplace=parcel.replaces)
+        except AppError as error:
+            return error.message[:1].upper() + error.message[1:]
+        parcel.is_installed = True
+        gr.Success(escape(text("adapters.done.install", name=info.name, rank=info.rank, modules=info.num_modules)))
+        return None
+
+    def dismiss(self, parcels: list[Parcel], event: gr.EventData) -> str:
+        """Take a card away."""
+        _keep_drafts(parcels, event.drafts)
+        parcels[:] = [parcel for parcel in parcels if parcel.key != event.key]
+        return report_html(self._text, parcels)
+
+    def _require_leave(self, request: gr.Request) -> None:
+        if reason := self._page.lock_reason(request):
+            raise gr.Error(escape(reason), print_exception=False)
+
+
+def _keep_drafts(parcels: list[Parcel], drafts: dict[str, dict[str, Any]]) -> None:
+    """Take over what was typed into every card, so that drawing them again loses nothing."""
+    for parcel in parcels:
+        draft = drafts.get(parcel.key)
+        if draft is not None and parcel.is_ready:
+            parcel.name, parcel.replaces = str(draft["name"]).strip(), bool(draft["replace"])

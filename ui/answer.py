@@ -1,0 +1,83 @@
+"""One answer from sending to its end: asks the service, keeps the reply's record up to date, says when to draw again.
+
+Knows nothing of Gradio. Every tab that shows an answer runs it through `run_reply`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from engine.answer import Answer
+from engine.errors import AppError
+from engine.request import Delta, Message, SamplingParams
+from ui.receipt import Reply
+from ui.streaming import answer_events, batches
+
+if TYPE_CHECKING:
+    from api.service import Service
+
+
+async def run_reply(
+    service: Service,
+    reply: Reply,
+    messages: Sequence[Message],
+    make_sampling: Callable[[], SamplingParams],
+    *,
+    lora: str | None,
+    stop: asyncio.Event,
+) -> AsyncGenerator[bool, None]:
+    """Fill `reply` until it is final; yields True where it has changed and False where a wait goes on.
+
+    A fault of `make_sampling` counts as the answer's. `lora` is `auto`, `none` or an adapter's name. Setting `stop`, or
+    closing the iterator, frees the sequence in the engine.
+    """
+    sent_at = time.monotonic()
+
+    async def start() -> Sequence[Answer]:
+        return await service.start_chat(messages, make_sampling(), lora=lora)
+
+    try:
+        async with aclosing(batches(answer_events(start), stop)) as lists:
+            async for events in lists:
+                for at, event in events:
+                    _apply(reply, event, at - sent_at)
+                yield bool(events) or _note_queue(service, reply)
+        if not reply.is_final:
+            reply.phase = "stopped" if stop.is_set() else "done"
+    except AppError as error:
+        reply.phase, reply.error = "failed", error.message
+    yield True
+
+
+def _apply(reply: Reply, event: Answer | Delta, elapsed_s: float) -> None:
+    """Enter one event, `elapsed_s` seconds after sending, into the record."""
+    if not isinstance(event, Delta):
+        reply.receipt, reply.request_id, reply.phase = event.receipt, event.request_id, "queued"
+        reply.num_prompt_tokens = len(event.prompt_token_ids)
+        return
+    if event.receipt is not None:
+        reply.receipt, reply.phase = event.receipt, "reading"
+    if event.token_ids:
+        reply.phase = "answering"
+        if reply.first_token_s is None:
+            reply.first_token_s = elapsed_s
+        reply.num_answer_tokens += len(event.token_ids)
+        reply.generation_s = elapsed_s - reply.first_token_s
+    reply.text += event.text
+    if event.finish_reason is not None:
+        reply.finish_reason = event.finish_reason
+        reply.phase = "stopped" if event.finish_reason == "abort" else "done"
+
+
+def _note_queue(service: Service, reply: Reply) -> bool:
+    """While queued, keep the number of waiting requests; True where the display must change for it."""
+    if reply.phase != "queued":
+        return False
+    num_waiting = service.stats().num_waiting
+    has_changed = num_waiting != reply.num_waiting
+    reply.num_waiting = num_waiting
+    return has_changed

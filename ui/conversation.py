@@ -1,0 +1,145 @@
+"""A conversation as the server keeps it: turns with their audio and the true record of each answer.
+
+Owns what goes to the model (`messages`) and what the chat shows (`display`), both derived from the same turns, so that
+receipts and error rows can never reach the model. Knows nothing of the engine or of Gradio's components, only of the
+message dictionaries that a chat display takes. Called by `ui/chat`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.request import AudioPart, Message, TextPart
+from ui.receipt import Reply, receipt_details, receipt_line, receipt_title
+from ui.text import Texts
+
+
+@dataclass
+class Turn:
+    """What the user sent, and the answer to it once there is one."""
+
+    text: str
+    audio: tuple[Path, ...] = ()
+    reply: Reply | None = None
+
+    @property
+    def is_in_prompt(self) -> bool:
+        """Whether the model sees this turn: a failed one is left out, or its fault would come back with each request."""
+        return self.reply is None or self.reply.phase != "failed"
+
+    def user_message(self) -> Message:
+        """The user's half, audio first."""
+        if not self.audio:
+            return Message("user", self.text)
+        parts: list[AudioPart | TextPart] = [AudioPart(path, param=path.name) for path in self.audio]
+        return Message("user", [*parts, TextPart(self.text)] if self.text else parts)
+
+
+@dataclass
+class Conversation:
+    """The turns of one browser tab."""
+
+    turns: list[Turn] = field(default_factory=list)
+
+    def begin(self, text: str, audio: tuple[Path, ...]) -> None:
+        """Add a turn; its answer is made by `open_reply`."""
+        self.turns.append(Turn(text, audio))
+
+    def messages(self, system: str = "") -> list[Message]:
+        """What the model gets: each turn with its answer, failed ones left out, and the last one, which waits for its answer."""
+        messages = [Message("system", system)] if system.strip() else []
+        for turn in self.turns:
+            if not turn.is_in_prompt:
+                continue
+            messages.append(turn.user_message())
+            if turn.reply is not None:
+                messages.append(Message("assistant", turn.reply.text))
+        return messages
+
+    def open_reply(self) -> Reply:
+        """Give the last turn an empty answer; call after `messages`."""
+        turn = self.turns[-1]
+        has_audio = any(earlier.audio for earlier in self.turns if earlier is turn or earlier.is_in_prompt)
+        turn.reply = Reply(has_new_audio=bool(turn.audio), has_audio=has_audio)
+        return turn.reply
+
+    def last_reply(self) -> Reply | None:
+        """The newest answer."""
+        return next((turn.reply for turn in reversed(self.turns) if turn.reply is not None), None)
+
+    def cut(self, turn_index: int) -> Turn:
+        """Remove a turn and all that follow it; returns the removed turn."""
+        turn = self.turns[turn_index]
+        del self.turns[turn_index:]
+        return turn
+
+    def turn_at(self, message_index: int) -> int:
+        """The turn that owns the message at a place in `display`."""
+        seen = 0
+        for turn_index, turn in enumerate(self.turns):
+            seen += _num_messages(turn)
+            if message_index < seen:
+                return turn_index
+        return len(self.turns) - 1
+
+    def display(self, text: Texts) -> list[dict[str, Any]]:
+        """The messages of the chat display; `turn_at` must agree with how many each turn gives."""
+        shown: list[dict[str, Any]] = []
+        for turn in self.turns:
+            shown.append(_user_row(turn))
+            if turn.reply is not None:
+                shown.extend(_reply_rows(text, turn.reply))
+        return shown
+
+
+def _num_messages(turn: Turn) -> int:
+    return 1 if turn.reply is None else 1 + len(_reply_rows(Texts(), turn.reply))
+
+
+def _user_row(turn: Turn) -> dict[str, Any]:
+    files: list[Any] = [{"path": str(path), "alt_text": path.name} for path in turn.audio]
+    return {"role": "user", "content": [*files, turn.text] if turn.text else files}
+
+
+def _reply_rows(text: Texts, reply: Reply) -> list[dict[str, Any]]:
+    """The receipt, then the words or what stands in their place."""
+    rows = []
+    if reply.receipt is not None or not reply.is_final:
+        metadata: dict[str, Any] = {
+            "title": receipt_title(text, reply),
+            "log": receipt_line(text, reply),
+            "status": "done" if reply.is_final or reply.phase == "answering" else "pending",
+        }
+        # A row that is pending shows its content unasked; the details can wait for the end.
+        details = receipt_details(text, reply) if reply.is_final else ""
+        rows.append({"role": "assistant", "content": details, "metadata": metadata})
+    words = _words(text, reply)
+    if words:
+        row: dict[str, Any] = {"role": "assistant", "content": words}
+        if reply.phase == "failed":
+            row["options"] = [
+                {"label": text("chat.retry"), "value": "retry"},
+                {"label": text("chat.retry_base"), "value": "retry_base"},
+            ]
+        rows.append(row)
+    return rows
+
+
+def _words(text: Texts, reply: Reply) -> str:
+    """The answer's text with, below it, how it ended where that was not by itself."""
+    notes = {
+        "failed": _failure(text, reply),
+        "stopped": text("chat.stopped" if reply.text else "chat.stopped_early"),
+        "done": "" if reply.text.strip() else text("chat.no_words"),
+    }
+    note = notes.get(reply.phase, "")
+    if reply.finish_reason == "length" and reply.phase == "done":
+        note = text("chat.cut", tokens=reply.num_answer_tokens)
+    return "\n\n".join(part for part in (reply.text, note) if part)
+
+
+def _failure(text: Texts, reply: Reply) -> str:
+    key = "chat.failed_midway" if reply.text else "chat.failed"
+    return text(key, reason=reply.error or "", next=text("chat.failed_next"))

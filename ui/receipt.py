@@ -1,0 +1,172 @@
+"""A receipt in words: which adapter answered, why, and what it cost.
+
+Owns `Reply`, the true record of one answer, and its renderings: the line above an answer, the details behind it and the
+card beside the conversation. Everything a stranger may have named is escaped here. Knows nothing of Gradio components;
+`ui/conversation` and the tabs call it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from engine.request import FinishReason, Receipt
+from ui.text import Texts
+
+Phase = Literal["preparing", "queued", "reading", "answering", "done", "stopped", "failed"]
+FINAL_PHASES = frozenset({"done", "stopped", "failed"})
+DIGEST_LENGTH = 8
+
+
+@dataclass
+class Reply:
+    """One answer as it grows; the display is always derived from it and never read back.
+
+    Times are in seconds: `first_token_s` from sending to the first token, `generation_s` from the first token to the last.
+    """
+
+    phase: Phase = "preparing"
+    text: str = ""
+    error: str | None = None
+    receipt: Receipt | None = None
+    request_id: str = ""
+    num_prompt_tokens: int = 0
+    num_answer_tokens: int = 0
+    num_waiting: int = 0
+    first_token_s: float | None = None
+    generation_s: float = 0.0
+    finish_reason: FinishReason | None = None
+    has_new_audio: bool = False
+    has_audio: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will come."""
+        return self.phase in FINAL_PHASES
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decode speed; None before there are two tokens to measure between."""
+        if self.num_answer_tokens < 2 or self.generation_s <= 0:
+            return None
+        return (self.num_answer_tokens - 1) / self.generation_s
+
+
+def short_digest(generation: str | None) -> str:
+    """`sha256:3f2a91c0d1…` -> `3f2a91c0`; empty for the base model."""
+    return (generation or "").removeprefix("sha256:")[:DIGEST_LENGTH]
+
+
+def plain(name: str) -> str:
+    """A name that shows as it is inside Markdown and HTML."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", escape(name))
+
+
+def reason_in_words(text: Texts, reply: Reply) -> str:
+    """Why this adapter answered."""
+    receipt = reply.receipt
+    assert receipt is not None
+    kind, _, rest = receipt.reason.partition(":")
+    if kind == "default":
+        media = rest.replace("+", text("receipt.and"))
+        key = "receipt.reason.default_new" if reply.has_new_audio else "receipt.reason.default_old"
+        return text(key, media=media, name=receipt.name or "")
+    if kind == "conflict":
+        claims = (claim.partition("=") for claim in rest.split(","))
+        phrases = [text("receipt.reason.claim", media=media, name=name) for media, _, name in claims]
+        return text("receipt.reason.conflict", claims=", ".join(phrases))
+    if kind == "base":
+        return text("receipt.reason.base_audio" if reply.has_audio else "receipt.reason.base")
+    return text(f"receipt.reason.{kind}") if kind in ("explicit", "opt-out") else receipt.reason
+
+
+def status_in_words(text: Texts, reply: Reply) -> str:
+    """What an unfinished answer is waiting for."""
+    if reply.phase == "queued" and reply.num_waiting > 1:
+        return text("phase.queued_behind", waiting=reply.num_waiting - 1)
+    return text(f"phase.{reply.phase}")
+
+
+def figures(text: Texts, reply: Reply) -> list[str]:
+    """The short figures of a receipt, in reading order; what is not known yet is left out."""
+    receipt = reply.receipt
+    assert receipt is not None
+    shown = [text("receipt.load", ms=text.duration(receipt.load_ms / 1000))] if receipt.name else []
+    if reply.phase not in ("preparing", "queued"):
+        shown.append(text("receipt.queue", ms=text.duration(receipt.queue_ms / 1000)))
+    if reply.tokens_per_s is not None:
+        shown.append(text("receipt.speed", speed=f"{reply.tokens_per_s:.0f}"))
+    if reply.num_answer_tokens:
+        shown.append(text("receipt.cached", cached=receipt.cached_tokens, prompt=reply.num_prompt_tokens))
+    return shown
+
+
+def receipt_title(text: Texts, reply: Reply) -> str:
+    """The name in bold above an answer (Markdown)."""
+    if reply.receipt is None:
+        return text("phase.preparing_audio" if reply.has_new_audio else "phase.preparing")
+    return plain(reply.receipt.name or text("receipt.base"))
+
+
+def receipt_line(text: Texts, reply: Reply) -> str:
+    """The grey text beside the name: digest and reason, then the figures on a line of their own."""
+    if reply.receipt is None:
+        return ""
+    first = [short_digest(reply.receipt.generation), reason_in_words(text, reply)]
+    second = figures(text, reply)
+    if not reply.is_final:
+        second.insert(0, status_in_words(text, reply))
+    return "\n".join(" · ".join(part for part in line if part) for line in (first, second))
+
+
+def detail_rows(text: Texts, reply: Reply) -> list[tuple[str, str]]:
+    """Label and value of everything that is known about an answer, as plain text."""
+    receipt = reply.receipt
+    if receipt is None:
+        return []
+    rows = [("adapter", receipt.name or text("receipt.base"))]
+    if receipt.generation:
+        rows.append(("generation", receipt.generation))
+    rows.append(("reason", receipt.reason))
+    rows.append(("load", text.duration(receipt.load_ms / 1000)))
+    rows.append(("queue", text.duration(receipt.queue_ms / 1000)))
+    if reply.first_token_s is not None:
+        rows.append(("first", text.duration(reply.first_token_s)))
+    if reply.tokens_per_s is not None:
+        rows.append(("speed", text("receipt.speed", speed=f"{reply.tokens_per_s:.1f}")))
+    rows.append(("tokens", text("receipt.detail.tokens_value", tokens=reply.num_answer_tokens)))
+    cached = text("receipt.detail.cached_value", cached=receipt.cached_tokens, prompt=reply.num_prompt_tokens)
+    rows.append(("cached", cached))
+    rows.append(("request", reply.request_id))
+    return [(text(f"receipt.detail.{key}"), value) for key, value in rows]
+
+
+def receipt_details(text: Texts, reply: Reply) -> str:
+    """What a click on the receipt opens (Markdown)."""
+    return "\n".join(f"- {label}: {plain(value)}" for label, value in detail_rows(text, reply))
+
+
+def last_answer_card(text: Texts, reply: Reply | None) -> str:
+    """The card beside the conversation (HTML, escaped)."""
+    heading = f"<h2>{escape(text('chat.last'))}</h2>"
+    if reply is None or reply.receipt is None:
+        return f"<section class='last-answer'>{heading}<p class='quiet'>{escape(text('chat.last_empty'))}</p></section>"
+    kind = reply.receipt.reason.partition(":")[0]
+    tag = text("receipt.tag." + {"explicit": "chosen", "opt-out": "chosen", "conflict": "conflict"}.get(kind, "auto"))
+    digest = short_digest(reply.receipt.generation)
+    name = escape(reply.receipt.name or text("receipt.base"))
+    wanted = ("first", "speed", "tokens", "load", "queue", "cached")
+    labels = [text(f"receipt.detail.{key}") for key in wanted]
+    values = dict(detail_rows(text, reply))
+    cells = "".join(
+        f"<div><dt>{escape(label)}</dt><dd>{escape(values[label])}</dd></div>" for label in labels if label in values
+    )
+    code = f"<code title='{escape(reply.receipt.generation or '')}'>{digest}</code>" if digest else ""
+    return (
+        f"<section class='last-answer'>{heading}"
+        f"<p class='answered-by'><span class='mark {'' if digest else 'base'}'></span><strong>{name}</strong>"
+        f"<span class='chip plain'>{escape(tag)}</span></p>"
+        f"<p class='quiet'>{code} {escape(reason_in_words(text, reply))}</p><dl>{cells}</dl></section>"
+    )

@@ -1,0 +1,248 @@
+"""Every sentence and label of the web app, by key, so that a second language is one more table.
+
+Owns words and the formatting of figures for people. Knows nothing of Gradio, of components or of the engine. Each tab is
+given one `Texts`; a key that is missing is a `KeyError` at once, and a test looks every key up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ENGLISH: Mapping[str, str] = {
+    # the page
+    "app.name": "Switchboard",
+    "app.subtitle": "One model, many LoRA adapters",
+    "app.theme": "Theme",
+    "app.theme_label": "Switch between light and dark",
+    "app.ready": "Engine ready",
+    "app.down": "Engine stopped",
+    "app.running": "{running} running, {waiting} waiting",
+    "app.adapters": "{count} adapters",
+    "tab.chat": "Chat",
+    "tab.adapters": "Adapters",
+    # chat
+    "chat.label": "Conversation",
+    "chat.empty_title": "What shall we work on?",
+    "chat.empty_audio": "Write, attach a recording, or speak. Each message goes to the adapter that fits.",
+    "chat.empty_text": "Write a message and choose which adapter answers it.",
+    "chat.composer": "Message",
+    "chat.placeholder_audio": "Write, drop audio, or record",
+    "chat.placeholder_text": "Write a message",
+    "chat.adapter": "Adapter",
+    "chat.adapter_info": "Used for the next message",
+    "chat.auto": "Auto: decided by what the message holds",
+    "chat.base": "Base model, no adapter",
+    "chat.choice": "{name} · {state}",
+    "chat.choice_default": "{name} · default for {modalities} · {state}",
+    "chat.settings": "Generation settings",
+    "chat.temperature": "Temperature",
+    "chat.temperature_info": "0 always takes the likeliest token",
+    "chat.max_tokens": "Max tokens",
+    "chat.max_tokens_info": "Longest answer",
+    "chat.top_p": "Top-p",
+    "chat.top_p_info": "Share of the likeliest tokens to draw from",
+    "chat.seed": "Seed",
+    "chat.seed_info": "Same seed, same answer; empty for a new one each time",
+    "chat.system": "System prompt",
+    "chat.system_placeholder": "Placed before the conversation",
+    "chat.new": "New conversation",
+    "chat.last": "Last answer",
+    "chat.last_empty": "Send a message to see which adapter answers it, and why.",
+    "chat.empty_message": "Write a message or attach audio first.",
+    "chat.empty_recording": "Nothing was recorded. Check the microphone and record again, or attach an audio file.",
+    "chat.busy": "An answer is still running. Stop it first.",
+    "chat.choice_gone": "The adapter {name} was unloaded, so the menu is back on Auto.",
+    "chat.retry": "Try again",
+    "chat.retry_base": "Ask the base model",
+    "chat.failed": "**No answer.** {reason} {next}",
+    "chat.failed_next": "This message is left out of what the model sees later: press Edit to change it, or Retry.",
+    "chat.failed_midway": "**The answer stopped.** {reason} {next}",
+    "chat.stopped": "*Stopped by you.*",
+    "chat.stopped_early": "*Stopped by you before the first word.*",
+    "chat.no_words": "*The model answered with nothing.*",
+    "chat.cut": "*Cut at {tokens} tokens: raise Max tokens for a longer answer.*",
+    "chat.fault": "The server made a mistake; its log says what.",
+    # microphone, used by the page's script
+    "mic.insecure": "The browser gives the microphone only to https pages and to localhost. Attach an audio file instead.",
+    "mic.missing": "No microphone was found. Connect one, or attach an audio file.",
+    "mic.denied": "The browser has blocked the microphone for this page. Allow it in the address bar, or attach an audio file.",
+    # what an answer is waiting for
+    "phase.preparing": "Preparing",
+    "phase.preparing_audio": "Preparing: reading the audio and the adapter",
+    "phase.loading": "Loading adapter {name}",
+    "phase.queued": "queued",
+    "phase.queued_behind": "queued with {waiting} others",
+    "phase.reading": "reading the prompt",
+    "phase.answering": "answering",
+    # receipts
+    "receipt.base": "Base model",
+    "receipt.reason.explicit": "chosen by you",
+    "receipt.reason.base": "base model, no adapter applies to this message by itself",
+    "receipt.reason.base_audio": "base model, no adapter is the default for audio",
+    "receipt.reason.opt-out": "you asked for the base model",
+    "receipt.reason.default_new": "the message holds {media}, and {name} is the default for {media}",
+    "receipt.reason.default_old": "an earlier message holds {media}, and {name} is the default for {media}",
+    "receipt.reason.conflict": "conflict: {claims}, so none was applied",
+    "receipt.reason.claim": "{media} calls for {name}",
+    "receipt.and": " and ",
+    "receipt.load": "loaded in {ms}",
+    "receipt.queue": "queued {ms}",
+    "receipt.speed": "{speed} tokens/s",
+    "receipt.cached": "{cached} of {prompt} prompt tokens cached",
+    "receipt.detail.adapter": "Adapter",
+    "receipt.detail.generation": "Generation",
+    "receipt.detail.reason": "Reason",
+    "receipt.detail.load": "Load",
+    "receipt.detail.queue": "Queue",
+    "receipt.detail.first": "First token",
+    "receipt.detail.speed": "Speed",
+    "receipt.detail.tokens": "Answer",
+    "receipt.detail.cached": "Cached",
+    "receipt.detail.request": "Request",
+    "receipt.detail.tokens_value": "{tokens} tokens",
+    "receipt.detail.cached_value": "{cached} of {prompt} tokens",
+    "receipt.tag.auto": "auto",
+    "receipt.tag.chosen": "chosen",
+    "receipt.tag.conflict": "conflict",
+    # adapters
+    "adapters.figure.count": "Adapters",
+    "adapters.figure.resident": "In batch slots",
+    "adapters.figure.resident_of": "of {slots}",
+    "adapters.figure.memory": "Adapter memory",
+    "adapters.figure.memory_of": "{count} in memory",
+    "adapters.figure.requests": "Requests",
+    "adapters.figure.requests_of": "since the start",
+    "adapters.table": "Adapters that this server knows",
+    "adapters.column.name": "Adapter",
+    "adapters.column.state": "State",
+    "adapters.column.rank": "Rank",
+    "adapters.column.modules": "Modules",
+    "adapters.column.size": "Size",
+    "adapters.column.requests": "Requests",
+    "adapters.column.last_used": "Last used",
+    "adapters.column.actions": "Actions",
+    "adapters.state.gpu": "in batch slot",
+    "adapters.state.cpu": "in memory",
+    "adapters.state.disk": "on disk",
+    "adapters.state.failed": "failed",
+    "adapters.pinned": "pinned",
+    "adapters.default_for": "default for {modalities}",
+    "adapters.pin": "Pin",
+    "adapters.unpin": "Unpin",
+    "adapters.unload": "Unload",
+    "adapters.delete": "Delete",
+    "adapters.pin_label": "Pin {name}: keep it in memory",
+    "adapters.unpin_label": "Unpin {name}",
+    "adapters.unload_label": "Unload {name}",
+    "adapters.delete_label": "Delete {name}",
+    "adapters.cancel": "Cancel",
+    "adapters.unload_title": "Unload {name}?",
+    "adapters.unload_body": (
+        "New requests for {name} will get “not found”. Answers that are running finish with it. Its files stay where "
+        "they came from."
+    ),
+    "adapters.delete_title": "Delete {name}?",
+    "adapters.delete_body": "The uploaded files are deleted from this server. Answers that are running finish with it.",
+    "adapters.default_warning": "It is the default for {modalities}: such messages will get an error until it is back.",
+    "adapters.done.pin": "{name} is pinned: it stays in memory.",
+    "adapters.done.unpin": "{name} is no longer pinned.",
+    "adapters.done.unload": "{name} is unloaded.",
+    "adapters.done.delete": "{name} is deleted.",
+    "adapters.done.install": "{name} is installed: rank {rank}, {modules} modules.",
+    "adapters.empty_title": "No adapters yet",
+    "adapters.empty_body": (
+        "Drop a zip with adapter_config.json and adapter_model.safetensors below, as PEFT’s save_pretrained writes them."
+    ),
+    "adapters.add": "Add adapters: zips, or adapter_config.json with its .safetensors",
+    "adapters.report_empty": "Each file is checked first, and nothing is installed before you say so. The report appears here.",
+    "adapters.locked": "Adapters cannot be changed by this login: loading and unloading need the admin key.",
+    "adapters.unknown_action": "This action is not known.",
+    # reports of a dry run
+    "report.passed": "Passed",
+    "report.warning": "Warning",
+    "report.failed": "Failed",
+    "report.ready": "Ready to install",
+    "report.refused": "Refused",
+    "report.installed": "Installed",
+    "report.checking": "Checking",
+    "report.name": "Name",
+    "report.replace": "Replace the adapter that has this name",
+    "report.install": "Install",
+    "report.dismiss": "Dismiss",
+    "report.loose": "{count} files",
+    "report.default_name": "my-adapter",
+    "report.files": "Found {files}",
+    "report.ignored": "Not used: {files}",
+    "report.twice": "There are two files called {name}: drop one adapter’s files at a time, or a zip for each.",
+    "report.matched": "{matched} of {total} tensor pairs matched, in {modules} modules of this model",
+    "report.rank": "Rank {rank}, alpha {alpha}, scale {scale}",
+    "report.ranks": "Ranks {ranks}, alpha {alpha}, scales {scales}",
+    "report.targets": "Changes {targets} in the {parts}",
+    "report.tensors": "{size} of tensors, {dtype}",
+    "report.base": "Trained on {base}",
+    "report.zero": "Its effect is zero everywhere: it will answer exactly as the base model does.",
+    "report.taken": "The name {name} is taken. Change the name, or tick “Replace”.",
+    "report.no_name": "Give it a name first.",
+    "report.gone": "The uploaded files are gone from the server. Drop them again.",
+    # figures
+    "unit.ms": "{value} ms",
+    "unit.s": "{value} s",
+    "age.never": "never",
+    "age.now": "just now",
+    "age.minutes": "{value} min ago",
+    "age.hours": "{value} h ago",
+    "age.days": "{value} d ago",
+    # examples
+    "example.clip": "Recording: {title}",
+    "example.sql": "Write SQL from a question",
+    "example.pirate": "Answer like a pirate",
+    "example.base": "Tell a story, base model",
+    "example.base_prompt": "Tell me a long story about a fox",
+}
+
+LANGUAGES: Mapping[str, Mapping[str, str]] = {"en": ENGLISH}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The words of one language; called with a key and the values of its placeholders."""
+
+    phrases: Mapping[str, str] = field(default_factory=lambda: ENGLISH)
+
+    def __call__(self, key: str, **values: object) -> str:
+        """The phrase of `key` with its placeholders filled in; raises `KeyError` for a key that does not exist."""
+        return self.phrases[key].format(**values)
+
+    def size(self, num_bytes: int) -> str:
+        """`1.5 MB`: bytes for people, in powers of 1000 as disks count."""
+        value = float(num_bytes)
+        for unit in ("B", "kB", "MB"):
+            if value < 1000:
+                return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+            value /= 1000
+        return f"{value:.1f} GB"
+
+    def duration(self, seconds: float) -> str:
+        """`12 ms` or `1.3 s`."""
+        if seconds >= 1:
+            return self("unit.s", value=f"{seconds:.1f}")
+        return self("unit.ms", value=f"{seconds * 1000:.1f}" if 0 < seconds < 0.01 else f"{seconds * 1000:.0f}")
+
+    def age(self, then: float | None) -> str:
+        """How long ago a Unix time was."""
+        if then is None:
+            return self("age.never")
+        seconds = max(0.0, time.time() - then)
+        if seconds < 60:
+            return self("age.now")
+        for limit, unit, key in ((3600, 60, "minutes"), (86400, 3600, "hours")):
+            if seconds < limit:
+                return self(f"age.{key}", value=int(seconds // unit))
+        return self("age.days", value=int(seconds // 86400))
+
+
+def texts(language: str = "en") -> Texts:
+    """The words of a language code; English where there is no such table yet."""
+    return Texts(LANGUAGES.get(language, ENGLISH))

@@ -1,0 +1,202 @@
+"""Uploads that wait to be installed, and the report of each as escaped HTML.
+
+Owns `Parcel` (one zip, or loose files that belong together) and how a dry run's outcome reads in plain words. Nothing
+here decides whether an adapter is good. Called by `ui/adapters`.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ui.text import Texts
+
+if TYPE_CHECKING:
+    from adapters.upload import UploadReport
+
+Verdict = Literal["passed", "warning", "failed"]
+
+# What is typed into a card outlives a new drawing of the report, which happens while other cards are being checked.
+REPORT_SCRIPT = """
+const typed = new Map();
+let lastTyped = null;
+const cards = () => [...element.querySelectorAll('article[data-key]')];
+const nameOf = (card) => card.querySelector('input[type="text"]');
+const tickOf = (card) => card.querySelector('input[type="checkbox"]');
+const draftOf = (card) => ({ name: nameOf(card)?.value ?? '', replace: tickOf(card)?.checked ?? false });
+element.addEventListener('input', (event) => {
+  const card = event.target.closest('article');
+  typed.set(card.dataset.key, draftOf(card));
+  lastTyped = event.target.matches('input[type="text"]') ? card.dataset.key : null;
+});
+element.addEventListener('focusout', (event) => {
+  if (event.relatedTarget) lastTyped = null;
+});
+new MutationObserver(() => {
+  for (const card of cards()) {
+    const draft = typed.get(card.dataset.key);
+    const name = nameOf(card);
+    if (!draft || !name) continue;
+    if (name.value !== draft.name) name.value = draft.name;
+    tickOf(card).checked = draft.replace;
+    if (lastTyped === card.dataset.key && document.activeElement === document.body) name.focus();
+  }
+}).observe(element, { childList: true, subtree: true });
+element.addEventListener('click', (event) => {
+  const button = event.target.closest('button[data-act]');
+  if (!button || button.disabled) return;
+  const drafts = Object.fromEntries(cards().map((card) => [card.dataset.key, draftOf(card)]));
+  const details = { key: button.closest('article').dataset.key, drafts };
+  // Gradio finds the names of events by reading these calls.
+  if (button.dataset.act === 'dismiss') return trigger('dismiss', details);
+  button.disabled = true;
+  trigger('install', details);
+});
+element.addEventListener('keydown', (event) => {
+  if (event.key !== 'Enter' || !event.target.matches('input[type="text"]')) return;
+  event.preventDefault();
+  event.target.closest('article').querySelector('button[data-act="install"]')?.click();
+});
+"""
+
+
+@dataclass
+class Parcel:
+    """One upload: its files, what the dry run said, and what the visitor has typed about it."""
+
+    title: str
+    files: dict[str, Path]
+    name: str
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    report: UploadReport | None = None
+    problem: str | None = None
+    replaces: bool = False
+    is_installed: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be installed now."""
+        return self.report is not None and self.report.is_ok and not self.is_installed
+
+
+def make_parcels(text: Texts, paths: Sequence[Path]) -> list[Parcel]:
+    """Each zip by itself; all loose files together."""
+    parcels = [Parcel(path.name, {path.name: path}, adapter_name(path.stem)) for path in paths if _is_zip(path)]
+    loose = [path for path in paths if not _is_zip(path)]
+    if loose:
+        names = [path.name for path in loose]
+        title = names[0] if len(names) == 1 else text("report.loose", count=len(names))
+        parcel = Parcel(title, {path.name: path for path in loose}, text("report.default_name"))
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            parcel.problem = text("report.twice", name=twice)
+        parcels.append(parcel)
+    return parcels
+
+
+def adapter_name(stem: str) -> str:
+    """A file's name as an adapter may be called: `my lora (1)` -> `my-lora-1`."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "adapter"
+
+
+def _is_zip(path: Path) -> bool:
+    return path.suffix.lower() == ".zip"
+
+
+def report_lines(text: Texts, parcel: Parcel) -> list[tuple[Verdict, str]]:
+    """The outcome of a dry run, a sentence a line."""
+    if parcel.report is None:
+        return []
+    report = parcel.report
+    lines: list[tuple[Verdict, str]] = []
+    if report.files:
+        lines.append(("passed", text("report.files", files=", ".join(report.files))))
+    if report.report is not None:
+        lines += _fact_lines(text, report.report)
+    if report.ignored:
+        lines.append(("warning", text("report.ignored", files=", ".join(report.ignored))))
+    return lines + [("failed", _sentence(error)) for error in report.errors]
+
+
+def _fact_lines(text: Texts, facts: dict[str, Any]) -> list[tuple[Verdict, str]]:
+    """What the weights say; keys are those of `AdapterReport.to_dict`."""
+    matched = text("report.matched", matched=facts["matched"], total=facts["total"], modules=facts["num_modules"])
+    alpha = f"{facts['alpha']:g}"
+    if len(facts["ranks"]) == 1 and len(facts["scales"]) == 1:
+        rank = text("report.rank", rank=facts["rank"], alpha=alpha, scale=f"{facts['scale']:g}")
+    else:
+        rank = text("report.ranks", ranks=_counted(facts["ranks"]), alpha=alpha, scales=_counted(facts["scales"]))
+    targets = text("report.targets", targets=", ".join(facts["target_modules"]), parts=", ".join(facts["parts"]))
+    lines: list[tuple[Verdict, str]] = [("passed", matched), ("passed", rank), ("passed", targets)]
+    lines.append(("passed", text("report.tensors", size=text.size(facts["num_bytes"]), dtype=facts["dtype"])))
+    if facts["base_model"]:
+        lines.append(("passed", text("report.base", base=facts["base_model"])))
+    if facts["is_zero_effect"]:
+        lines.append(("warning", text("report.zero")))
+    return lines + [("warning", _sentence(warning)) for warning in facts["warnings"]]
+
+
+def _counted(counts: dict[str, int]) -> str:
+    """`8 (4×), 16 (2×)`."""
+    return ", ".join(f"{value} ({count}×)" for value, count in counts.items())
+
+
+def _sentence(words: str) -> str:
+    """With a capital at the beginning and a full stop at the end."""
+    words = words.strip()
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
+
+
+def report_html(text: Texts, parcels: Sequence[Parcel]) -> str:
+    """One card for each parcel."""
+    if not parcels:
+        return f"<p class='empty dashed'>{escape(text('adapters.report_empty'))}</p>"
+    return f"<div class='report'>{''.join(_card(text, parcel) for parcel in parcels)}</div>"
+
+
+def _card(text: Texts, parcel: Parcel) -> str:
+    kind, status = _status(parcel)
+    lines = report_lines(text, parcel)
+    if parcel.problem:
+        lines.append(("failed", parcel.problem))
+    items = "".join(
+        f"<li class='{verdict}'><b>{escape(text(f'report.{verdict}'))}</b><span>{escape(words)}</span></li>"
+        for verdict, words in lines
+    )
+    form = _install_form(text, parcel) if parcel.is_ready else _dismiss(text, parcel)
+    return (
+        f"<article data-key='{parcel.key}' aria-label='{escape(parcel.title)}'><header><h3>{escape(parcel.title)}</h3>"
+        f"<span class='chip {kind}'>{escape(text(f'report.{status}'))}</span></header><ul>{items}</ul>{form}</article>"
+    )
+
+
+def _status(parcel: Parcel) -> tuple[str, str]:
+    if parcel.is_installed:
+        return "good", "installed"
+    if parcel.is_ready:
+        return "good", "ready"
+    return ("bad", "refused") if parcel.report is not None or parcel.problem else ("plain", "checking")
+
+
+def _install_form(text: Texts, parcel: Parcel) -> str:
+    checked = " checked" if parcel.replaces else ""
+    return (
+        f"<div class='install'><label>{escape(text('report.name'))}"
+        f"<input type='text' value='{escape(parcel.name)}' maxlength='128' autocomplete='off' spellcheck='false'></label>"
+        f"<button type='button' class='primary' data-act='install'>{escape(text('report.install'))}</button>"
+        f"<button type='button' data-act='dismiss'>{escape(text('report.dismiss'))}</button>"
+        f"<label class='tick'><input type='checkbox'{checked}>{escape(text('report.replace'))}</label></div>"
+    )
+
+
+def _dismiss(text: Texts, parcel: Parcel) -> str:
+    if parcel.report is None and not parcel.problem:
+        return ""
+    return (
+        f"<div class='install'><button type='button' data-act='dismiss'>{escape(text('report.dismiss'))}</button></div>"
+    )
