@@ -87,7 +87,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestState:
     """The mutable side of a request.
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
+# Gradio reads these when it is imported; nothing of this page may call home.
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 

@@ -93,7 +93,11 @@ def figures(text: Texts, reply: Reply) -> list[str]:
     """The short figures of a receipt, in reading order; what is not known yet is left out."""
     receipt = reply.receipt
     assert receipt is not None
-    shown = [text("receipt.load", ms=text.duration(receipt.load_ms / 1000))] if receipt.name else []
+    shown = []
+    if receipt.name and receipt.load_ms > 0:
+        shown.append(text("receipt.load", ms=text.duration(receipt.load_ms / 1000)))
+    elif receipt.name:
+        shown.append(text("receipt.loaded"))
     if reply.phase not in ("preparing", "queued"):
         shown.append(text("receipt.queue", ms=text.duration(receipt.queue_ms / 1000)))
     if reply.tokens_per_s is not None:

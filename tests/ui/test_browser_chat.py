@@ -73,7 +73,7 @@ def test_the_adapter_that_was_picked_answers_with_its_generation(chat: ChatPage,
     chat.choose_adapter("sql")
     receipt = chat.ask("List all notes")
     digest = (live.engine.adapters.get("sql").generation or "").removeprefix("sha256:")[:8]
-    assert receipt.startswith(f"sql {digest} · chosen by you loaded in ")
+    assert receipt.startswith(f"sql {digest} · chosen by you was in memory · queued ")
     chat.choose_adapter("Base model")
     assert "you asked for the base model" in chat.ask("And now?")
 
@@ -302,9 +302,10 @@ def test_every_control_has_a_name(chat: ChatPage, tone: Path) -> None:
 
 def test_the_theme_button_is_remembered(fresh_chat: ChatPage) -> None:
     page = fresh_chat.page
-    was_dark = page.evaluate("document.body.classList.contains('dark')")
+    body = page.locator("body")
+    expect(body).not_to_have_class(re.compile(r"\bdark\b"))
     page.get_by_role("button", name="Switch between light and dark").click()
+    expect(body).to_have_class(re.compile(r"\bdark\b"))
     page.reload()
     expect(fresh_chat.box).to_be_visible()
-    page.wait_for_timeout(300)
-    assert page.evaluate("document.body.classList.contains('dark')") is not was_dark
+    expect(body).to_have_class(re.compile(r"\bdark\b"))
