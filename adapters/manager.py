@@ -141,7 +141,7 @@ class AdapterManager:
         with self._name_locks.hold(name):
             entry = self._registry.get(name)
             if is_pinned:
-                with self.acquire(name):
+                with self._borrow(name)[1]:
                     self._registry.set_pinned(entry, True)
             else:
                 self._registry.set_pinned(entry, False)
@@ -156,13 +156,19 @@ class AdapterManager:
 
         Raises `AdapterNotFound`; `AdapterRefused` or `AdapterFilesNotFound` where the files are gone or have changed.
         """
+        entry, handle = self._borrow(name)
+        self._registry.count_request(entry)
+        return handle
+
+    def _borrow(self, name: str) -> tuple[AdapterEntry, GenerationHandle]:
+        """What `acquire` gives, not counted as a request, and the entry that it came from."""
         while True:
             entry = self._registry.get(name)
             if entry.error is not None:
                 raise entry.error.with_traceback(None)
             handle = self._registry.borrow(entry) or self._reload(entry)
             if handle is not None:
-                return handle
+                return entry, handle
 
     def _reload(self, entry: AdapterEntry) -> GenerationHandle | None:
         """Read evicted content again, once for all that wait; None where the name points elsewhere by now."""

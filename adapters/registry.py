@@ -82,12 +82,9 @@ class Registry:
             self._settle(digest)
 
     def borrow(self, entry: AdapterEntry) -> GenerationHandle | None:
-        """A handle on an entry's content if it is in memory. Counts the request."""
+        """A handle on an entry's content if it is in memory."""
         assert entry.digest is not None, "an adapter without an error has content"
-        handle = self._store.borrow(entry.digest, entry.name)
-        if handle is not None:
-            self._count(entry)
-        return handle
+        return self._store.borrow(entry.digest, entry.name)
 
     def put_back(self, entry: AdapterEntry, generation: Generation, load_ms: float) -> GenerationHandle | None:
         """Keep content that was read again, unless the name points elsewhere by now, and borrow it."""
@@ -96,7 +93,6 @@ class Registry:
                 return None
             handle = self._store.add(generation, entry.name, load_ms=load_ms)
             self._settle(entry.digest)
-        self._count(entry)
         return handle
 
     def check_integrity(self) -> None:
@@ -123,7 +119,8 @@ class Registry:
         if digest is not None:
             self._on_retire(digest)
 
-    def _count(self, entry: AdapterEntry) -> None:
+    def count_request(self, entry: AdapterEntry) -> None:
+        """Note that a request took the adapter just now."""
         with self._lock:
             entry.num_requests += 1
             entry.last_used = time.time()

@@ -453,3 +453,14 @@ def test_two_hundred_loads_and_unloads_leave_nothing(make: Make, reference: Path
     assert sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()) == before
     assert manager.stats().num_cpu == 0 and manager.list() == []
     assert [*(tmp_path / "own" / "adapters").iterdir()] == [*(tmp_path / "own" / "incoming").iterdir()] == []
+
+
+def test_only_requests_count_as_requests(make: Make, reference: Path) -> None:
+    manager = make()
+    manager.load("a", reference, pinned=True)
+    manager.pin("a", False)
+    manager.pin("a", True)
+    assert (manager.get("a").num_requests, manager.get("a").last_used) == (0, None)
+    manager.acquire("a").release()
+    assert manager.get("a").num_requests == 1
+    assert manager.get("a").last_used is not None
