@@ -10,7 +10,7 @@ SHELL := /bin/sh
 
 PORT ?=
 ARGS ?=
-BENCH ?= decode
+BENCH ?= cpu_vs_peft
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -32,7 +32,7 @@ help:
 	@echo "make test     install what tests need and run all that this machine can run  (ARGS=)"
 	@echo "make check    format, lint, types, layering"
 	@echo "make format   format the code"
-	@echo "make bench    run one benchmark  (BENCH=decode, ARGS=)"
+	@echo "make bench    run one benchmark  (BENCH=cpu_vs_peft, ARGS=)"
 	@echo "make clean    remove $(VENV) and caches"
 
 $(BIN)/python:

@@ -30,10 +30,11 @@ from engine.block_pool import BlockPool
 from engine.config import EMBEDDED_ASSETS, EMBEDDED_MODEL, EngineConfig, LoRAModule
 from engine.encoder_cache import EncoderCache
 from engine.errors import InvalidRequest
+from engine.graphs import DecodeGraphs
 from engine.intake import Intake, Limits
 from engine.kv_cache import KVCache
 from engine.loop import EngineLoop
-from engine.lora_layers import LoraBuffers, LoraStep
+from engine.lora_layers import LoraBuffers
 from engine.model import BaseModel, load_model
 from engine.prompt import PromptBuilder
 from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPart
@@ -42,12 +43,12 @@ from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.tokenizer import eos_token_ids, load_processor, load_tokenizer
+from kernels import LoraMetadata
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_KV_MB = 1024
 _NUM_INTAKE_THREADS = 16
-_PARTS = ("decoder", "tower", "connector", "head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +119,12 @@ class Engine:
         cache = self._make_cache()
         self.max_model_len = self._fit_context(cache)
         attention_step = bind_attention(self.base.decoder, cache)
-        lora_steps = {part: LoraStep() for part in _PARTS} if config.enable_lora else {}
+        lora_metadata = self._make_lora_metadata() if config.enable_lora else {}
         self._encoder_cache = EncoderCache(config.encoder_cache_mb * 2**20)
         self.default_mm_loras: dict[str, str] = {}
         self.lora_bytes = 0
         self._slots: SlotPool | None = None
-        self.adapters = self._make_adapters(lora_steps)
+        self.adapters = self._make_adapters(lora_metadata)
         self._scheduler = Scheduler(
             BlockPool(cache.num_blocks, enable_prefix_caching=config.enable_prefix_caching),
             self._slots,
@@ -132,7 +133,16 @@ class Engine:
             block_size=config.block_size,
         )
         sampler = Sampler(config.seed, self.base.device)
-        runner = Runner(self.base, attention_step, lora_steps, self._encoder_cache, sampler, config.block_size)
+        graphs = None
+        if self.base.device.type == "cuda" and not config.enforce_eager:
+            graphs = DecodeGraphs(
+                self.base, attention_step, lora_metadata, max_num_seqs=config.max_num_seqs,
+                max_blocks=-(-self.max_model_len // config.block_size), block_size=config.block_size,
+            )  # fmt: skip
+            graphs.record()
+        runner = Runner(
+            self.base, attention_step, lora_metadata, self._encoder_cache, sampler, config.block_size, graphs
+        )
         self._loop = EngineLoop(self._scheduler, runner, cache, self.tokenizer, checks_integrity=checks_integrity)
         self._intake = Intake(
             builder=PromptBuilder(self.tokenizer, chat_template, audio, self.base.vocab_size),
@@ -310,7 +320,27 @@ class Engine:
             )
         return wanted
 
-    def _make_adapters(self, lora_steps: dict[str, LoraStep]) -> AdapterManager:
+    def _make_lora_metadata(self) -> dict[str, LoraMetadata]:
+        """What says which tokens use which adapter, for each part of the model.
+
+        Tower and connector see one adapter a call and token counts of their own, which need no tiles.
+        """
+        config = self.config
+        max_in = self.base.max_in_features
+        tokens = {"decoder": config.max_num_batched_tokens, "head": config.max_num_seqs, "tower": 1, "connector": 1}
+        return {
+            part: LoraMetadata(
+                max_tokens,
+                config.max_loras,
+                self.base.device,
+                max_columns=3 * config.max_lora_rank,
+                max_in=max_in,
+                has_tiles=None if part in ("decoder", "head") else False,
+            )
+            for part, max_tokens in tokens.items()
+        }
+
+    def _make_adapters(self, lora_metadata: dict[str, LoraMetadata]) -> AdapterManager:
         """The manager and, where adapters are on, the LoRA rows."""
         config = self.config
         surface = self.base.surface(
@@ -321,7 +351,7 @@ class Engine:
         if config.enable_lora:
             sites = {name: site for name, site in surface.linears.items() if surface.is_targeted(name)}
             buffers = LoraBuffers(
-                self.base.model, sites, lora_steps, num_slots=config.max_loras, max_rank=config.max_lora_rank,
+                self.base.model, sites, lora_metadata, num_slots=config.max_loras, max_rank=config.max_lora_rank,
                 dtype=surface.lora_dtype,
             )  # fmt: skip
             self.lora_bytes = buffers.num_bytes

@@ -1,71 +1,151 @@
 """Makes a model's linear layers LoRA-aware, and holds the adapters' weights that the kernels read.
 
-A linear becomes LoRA-aware by a change of its class, so names, tied weights and saving stay as they are. Every module
-has fixed buffers with one row an adapter; a step says which packed tokens use which row. Owns the buffers; which adapter
-lies in which row is `adapters/slots`' business, which writes through `LoraBuffers`.
+A linear becomes LoRA-aware by a change of its class, so names, tied weights and saving stay as they are. Linears that read
+the same input (q, k and v; gate and up) form a group: one base product and one LoRA add serve all of them. Every group
+has fixed buffers with one row an adapter; a step's metadata says which packed tokens use which row. Owns the buffers;
+which adapter lies in which row is `adapters/slots`' business, which writes through `LoraBuffers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from adapters.surface import LinearSite
-from kernels import LoraSegment, lora_add_
+from kernels import LoraMetadata, lora_add_group_
 
 if TYPE_CHECKING:
     from adapters.generation import Generation
 
-_STATE = "_switchboard_lora"
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linears that read the same input, in the order in which model classes call them."""
+
+_MEMBER = "_switchboard_lora"
 
 
-@dataclass
-class LoraStep:
-    """Which packed tokens of the current call use which adapter; one object for each part of the model."""
-
-    segments: tuple[LoraSegment, ...] = ()
-
-
-@dataclass
-class LoraRows:
-    """One module's adapters: row n of the buffers is LoRA row n.
+class LoraGroup:
+    """Linears that read the same input, with their adapters: row n of the buffers is LoRA row n.
 
     Attributes:
-        lora_a: [N, R, in]; lora_b: [N, out, R], scale folded in. What lies above a row's own rank is zero.
-        ranks: N ranks, 0 where the row's adapter does not touch this module.
-        step: shared with all modules of the same part.
+        names: the M modules.
+        slice_ends: M ends of the modules' columns in the group's output; the last is O.
+        lora_a: [N, M, R, in]; lora_b: [N, O, R], scale folded in. What lies above a row's own rank is never used.
+        host_ranks: [N][M] ranks, 0 where the row's adapter does not touch the module; `ranks` has them on the device.
+        metadata: which packed tokens use which row; shared with all groups of the same part of the model.
     """
 
-    lora_a: torch.Tensor
-    lora_b: torch.Tensor
-    ranks: list[int]
-    step: LoraStep
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        sites: Mapping[str, LinearSite],
+        metadata: LoraMetadata,
+        *,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.names = tuple(modules)
+        self.metadata = metadata
+        self.slice_ends = tuple(_ends([sites[name].out_features for name in self.names]))
+        device = next(next(iter(modules.values())).parameters()).device
+        in_features = sites[self.names[0]].in_features
+        shape_a = (num_slots, len(self.names), max_rank, in_features)
+        self.lora_a = torch.zeros(shape_a, dtype=dtype, device=device)
+        self.lora_b = torch.zeros(num_slots, self.slice_ends[-1], max_rank, dtype=dtype, device=device)
+        self.host_ranks = [[0] * len(self.names) for _ in range(num_slots)]
+        self.ranks = torch.zeros(num_slots, len(self.names), dtype=torch.int32, device=device)
+        self._weight: torch.Tensor | None = None
+        self._bias: torch.Tensor | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        if len(modules) > 1:
+            self._fuse(cast("list[nn.Linear]", list(modules.values())))
+
+    def forward(self, index: int, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Module `index`'s output [..., out] for x [..., in]; in a group the first module's call serves all."""
+        if self._weight is None:
+            output: torch.Tensor = super(LoraLinearMixin, module).forward(x)  # type: ignore[misc]
+            self._add(output, x)
+            return output
+        if index == 0 or self._last is None or self._last[0] is not x:
+            output = F.linear(x, self._weight, self._bias)
+            self._add(output, x)
+            self._last = (x, output)
+        output = self._last[1]
+        if index == len(self.names) - 1:
+            self._last = None
+        start = self.slice_ends[index - 1] if index else 0
+        return output[..., start : self.slice_ends[index]]
+
+    def write(self, lora_slot: int, generation: Generation) -> None:
+        """Copy a generation's weights into row `lora_slot`; modules that it does not touch get rank 0."""
+        start = 0
+        for index, (name, end) in enumerate(zip(self.names, self.slice_ends, strict=True)):
+            pair = generation.pairs.get(name)
+            rank = 0 if pair is None else pair.rank
+            if pair is not None:
+                self.lora_a[lora_slot, index, :rank] = pair.a
+                self.lora_b[lora_slot, start:end, :rank] = pair.b
+            self.host_ranks[lora_slot][index] = rank
+            start = end
+        self._send_ranks(lora_slot)
+
+    def clear(self, lora_slot: int) -> None:
+        """Zero row `lora_slot`."""
+        if any(self.host_ranks[lora_slot]):
+            self.lora_a[lora_slot] = 0
+            self.lora_b[lora_slot] = 0
+            self.host_ranks[lora_slot] = [0] * len(self.names)
+            self._send_ranks(lora_slot)
+
+    def _send_ranks(self, lora_slot: int) -> None:
+        self.ranks[lora_slot] = torch.tensor(self.host_ranks[lora_slot], dtype=torch.int32, device=self.ranks.device)
+
+    def _add(self, output: torch.Tensor, x: torch.Tensor) -> None:
+        if self.metadata.segments:
+            lora_add_group_(
+                output.view(-1, output.shape[-1]),
+                x.reshape(-1, x.shape[-1]),
+                self.lora_a,
+                self.lora_b,
+                self.ranks,
+                self.host_ranks,
+                self.slice_ends,
+                self.metadata,
+            )
+
+    def _fuse(self, modules: list[nn.Linear]) -> None:
+        """One weight for all modules; theirs become views of it, so that nothing is held twice."""
+        self._weight = torch.cat([module.weight.data for module in modules])
+        biases = [module.bias for module in modules if module.bias is not None]
+        self._bias = torch.cat([bias.data for bias in biases]) if biases else None
+        start = 0
+        for module, end in zip(modules, self.slice_ends, strict=True):
+            module.weight = nn.Parameter(self._weight[start:end], requires_grad=False)
+            if self._bias is not None:
+                module.bias = nn.Parameter(self._bias[start:end], requires_grad=False)
+            start = end
 
 
 class LoraLinearMixin:
     """`forward` of a LoRA-aware linear: the base layer's output plus each token's own adapter."""
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        output: torch.Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        rows: LoraRows = self.__dict__[_STATE]
-        if rows.step.segments:
-            flat = output.view(-1, output.shape[-1])
-            lora_add_(flat, x.reshape(-1, x.shape[-1]), rows.lora_a, rows.lora_b, rows.ranks, rows.step.segments)
-        return output
+        group, index = cast("tuple[LoraGroup, int]", self.__dict__[_MEMBER])
+        return group.forward(index, cast(nn.Module, self), x)
 
 
 class LoraBuffers:
-    """All modules' LoRA rows; implements `adapters.slots.SlotWriter`.
+    """All groups of a model; implements `adapters.slots.SlotWriter`.
 
     Args:
         model: the model whose linears are changed in place.
         sites: linears that adapters may touch, by module name.
-        steps: the step object of each part (`decoder`, `tower`, `connector`, `head`).
+        metadata: the step metadata of each part (`decoder`, `tower`, `connector`, `head`).
         num_slots: N. max_rank: R. dtype: of the buffers.
     """
 
@@ -73,56 +153,72 @@ class LoraBuffers:
         self,
         model: nn.Module,
         sites: Mapping[str, LinearSite],
-        steps: Mapping[str, LoraStep],
+        metadata: Mapping[str, LoraMetadata],
         *,
         num_slots: int,
         max_rank: int,
         dtype: torch.dtype,
     ) -> None:
-        self._rows: dict[str, LoraRows] = {}
+        self._groups: list[LoraGroup] = []
         classes: dict[type, type] = {}
-        for name, site in sites.items():
-            module = model.get_submodule(name)
-            device = next(module.parameters()).device
-            rows = LoraRows(
-                lora_a=torch.zeros(num_slots, max_rank, site.in_features, dtype=dtype, device=device),
-                lora_b=torch.zeros(num_slots, site.out_features, max_rank, dtype=dtype, device=device),
-                ranks=[0] * num_slots,
-                step=steps[site.part],
-            )
-            base = type(module)
-            if base not in classes:
-                classes[base] = type(f"Lora{base.__name__}", (LoraLinearMixin, base), {})
-            module.__class__ = classes[base]
-            # Not through nn.Module.__setattr__: the buffers must stay out of the state dict.
-            module.__dict__[_STATE] = rows
-            self._rows[name] = rows
+        for names in group_sites(model, sites):
+            modules = {name: model.get_submodule(name) for name in names}
+            part = sites[names[0]].part
+            group = LoraGroup(modules, sites, metadata[part], num_slots=num_slots, max_rank=max_rank, dtype=dtype)
+            for index, module in enumerate(modules.values()):
+                base = type(module)
+                if base not in classes:
+                    classes[base] = type(f"Lora{base.__name__}", (LoraLinearMixin, base), {})
+                module.__class__ = classes[base]
+                # Not through nn.Module.__setattr__: the buffers must stay out of the state dict.
+                module.__dict__[_MEMBER] = (group, index)
+            self._groups.append(group)
 
     @property
     def num_bytes(self) -> int:
         """Memory of all buffers."""
-        return sum(rows.lora_a.nbytes + rows.lora_b.nbytes for rows in self._rows.values())
+        return sum(group.lora_a.nbytes + group.lora_b.nbytes for group in self._groups)
 
     def write(self, lora_slot: int, generation: Generation) -> None:
-        """Copy a generation's weights into row `lora_slot` of every module; modules that it does not touch get rank 0."""
-        for name, rows in self._rows.items():
-            pair = generation.pairs.get(name)
-            if pair is None:
-                self._clear(rows, lora_slot)
-                continue
-            rows.lora_a[lora_slot, : pair.rank] = pair.a
-            rows.lora_a[lora_slot, pair.rank :] = 0
-            rows.lora_b[lora_slot, :, : pair.rank] = pair.b
-            rows.lora_b[lora_slot, :, pair.rank :] = 0
-            rows.ranks[lora_slot] = pair.rank
+        """Copy a generation's weights into row `lora_slot` of every group."""
+        for group in self._groups:
+            group.write(lora_slot, generation)
 
     def clear(self, lora_slot: int) -> None:
-        """Zero row `lora_slot` of every module."""
-        for rows in self._rows.values():
-            self._clear(rows, lora_slot)
+        """Zero row `lora_slot` of every group."""
+        for group in self._groups:
+            group.clear(lora_slot)
 
-    def _clear(self, rows: LoraRows, lora_slot: int) -> None:
-        if rows.ranks[lora_slot]:
-            rows.lora_a[lora_slot] = 0
-            rows.lora_b[lora_slot] = 0
-            rows.ranks[lora_slot] = 0
+
+def group_sites(model: nn.Module, sites: Mapping[str, LinearSite]) -> Iterator[tuple[str, ...]]:
+    """Names of linears that are computed together: those of `SHARED_INPUTS` under one decoder parent, else one by one."""
+    grouped: set[str] = set()
+    for name, site in sites.items():
+        parent, _, leaf = name.rpartition(".")
+        for leaves in SHARED_INPUTS:
+            names = tuple(f"{parent}.{other}" for other in leaves)
+            if leaf == leaves[0] and site.part == "decoder" and _can_fuse(model, sites, names):
+                grouped.update(names)
+                yield names
+    for name in sites:
+        if name not in grouped:
+            yield (name,)
+
+
+def _can_fuse(model: nn.Module, sites: Mapping[str, LinearSite], names: tuple[str, ...]) -> bool:
+    """Plain linears that adapters may touch, of equal input and type, all with a bias or all without."""
+    if any(name not in sites for name in names):
+        return False
+    modules = [model.get_submodule(name) for name in names]
+    if any(type(module) is not nn.Linear for module in modules):
+        return False
+    linears = cast("list[nn.Linear]", modules)
+    kinds = {(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}
+    return len(kinds) == 1
+
+
+def _ends(sizes: list[int]) -> Iterator[int]:
+    end = 0
+    for size in sizes:
+        end += size
+        yield end

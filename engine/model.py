@@ -62,6 +62,12 @@ class BaseModel:
         return int(self._embedding.weight.shape[0])
 
     @property
+    def max_in_features(self) -> int:
+        """Input columns of the widest linear of the decoder and head."""
+        modules = [*self.decoder.modules(), self._lm_head]
+        return max(int(module.in_features) for module in modules if _is_linear(module))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(parameter.nbytes for parameter in self.model.parameters())

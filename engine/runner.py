@@ -10,13 +10,13 @@ import torch
 from engine.attention import AttentionStep
 from engine.batch import Batch, build_batch
 from engine.encoder_cache import EncoderCache
-from engine.lora_layers import LoraStep
+from engine.graphs import DecodeGraphs
 from engine.model import BaseModel
 from engine.request import TokenLogprob
 from engine.sampler import Sampler
 from engine.scheduler import Plan, PlanItem
 from engine.state import MediaSpan, RequestState
-from kernels import LoraSegment
+from kernels import LoraMetadata, LoraSegment
 
 
 class Runner:
@@ -25,9 +25,10 @@ class Runner:
     Args:
         model: the base model.
         attention_step: what the attention layers read.
-        lora_steps: what the LoRA-aware linears read, by part of the model; empty when adapters are off.
+        lora_metadata: what the LoRA-aware linears read, by part of the model; empty when adapters are off.
         encoder_cache: computed media features.
         sampler: chooses tokens.
+        graphs: recorded decode steps; None runs every step launch by launch.
         block_size: tokens in a KV block.
     """
 
@@ -35,34 +36,41 @@ class Runner:
         self,
         model: BaseModel,
         attention_step: AttentionStep,
-        lora_steps: dict[str, LoraStep],
+        lora_metadata: dict[str, LoraMetadata],
         encoder_cache: EncoderCache,
         sampler: Sampler,
         block_size: int,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._attention_step = attention_step
-        self._lora_steps = lora_steps
+        self._lora_metadata = lora_metadata
         self._encoder_cache = encoder_cache
         self._sampler = sampler
         self._block_size = block_size
+        self._graphs = graphs
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[tuple[PlanItem, int, TokenLogprob | None]]:
         """Compute the plan; returns each sampled item's next token (-1 where its logits are not numbers)."""
         batch = build_batch(plan, self._block_size, self._model.device)
-        embeddings = self._embed(plan, batch)
-        self._attention_step.metadata = batch.attention
-        self._attention_step.kv_index = batch.kv_index
-        self._set_segments("decoder", batch.lora_segments)
-        hidden = self._model.decode(embeddings, batch.positions)
-        if not batch.sampled:
-            return []
-        self._set_segments("head", batch.head_segments)
-        logits = self._model.logits(hidden[batch.logits_at])
+        if self._graphs is not None and self._graphs.can_run(batch):
+            logits = self._graphs.run(batch)
+        else:
+            logits = self._forward(plan, batch)
         rows = [item.state.sampler_row for item in batch.sampled]
         token_ids, logprobs = self._sampler.sample(logits, rows)
         return list(zip(batch.sampled, token_ids, logprobs, strict=True))
+
+    def _forward(self, plan: Plan, batch: Batch) -> torch.Tensor:
+        """[R, V] float32 logits of the rows to sample, launch by launch."""
+        embeddings = self._embed(plan, batch)
+        self._attention_step.metadata = batch.attention
+        self._attention_step.kv_index = batch.kv_index
+        self._set_segments("decoder", batch.lora_segments, batch.token_ids.shape[0])
+        hidden = self._model.decode(embeddings, batch.positions)
+        self._set_segments("head", batch.head_segments, batch.logits_at.shape[0])
+        return self._model.logits(hidden[batch.logits_at])
 
     def _embed(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """[T, H]: token embeddings, with media features in place of their placeholders."""
@@ -96,11 +104,11 @@ class Runner:
     def _set_uniform_segment(self, lora_slot: int) -> None:
         segments = () if lora_slot < 0 else (LoraSegment(lora_slot, 0, None),)
         for part in ("tower", "connector"):
-            self._set_segments(part, segments)
+            self._set_segments(part, segments, 0)
 
-    def _set_segments(self, part: str, segments: tuple[LoraSegment, ...]) -> None:
-        if self._lora_steps:
-            self._lora_steps[part].segments = segments
+    def _set_segments(self, part: str, segments: tuple[LoraSegment, ...], num_tokens: int) -> None:
+        if self._lora_metadata:
+            self._lora_metadata[part].update(segments, num_tokens)
 
 
 def _tower_digest(state: RequestState) -> str | None:

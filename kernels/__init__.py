@@ -1,12 +1,125 @@
 """The only door to the kernels: pure functions on tensors, no knowledge of requests, adapters or models.
 
-Callers import from here and never from the modules behind. Today every function is plain PyTorch (`kernels/reference`),
-which is both the CPU path and the oracle of faster ones.
+Callers import from here and never from the modules behind. Tensors on a GPU go to Triton kernels; all others, and shapes
+that those do not know, to plain PyTorch (`kernels/reference`), which is also the oracle that the kernels are tested against.
 
-Dimension letters: T packed tokens, B requests, R rank, N adapter rows, P block size, D head dim, Hq/Hkv query/KV heads.
+Dimension letters: T packed tokens, B requests, R rank, N adapter rows, M slices of a group's output, P block size,
+D head dim, Hq/Hkv query/KV heads.
 """
 
-from kernels.metadata import NULL_BLOCK, AttentionMetadata, LoraSegment
-from kernels.reference import lora_add_, paged_attention, write_kv_
+from __future__ import annotations
 
-__all__ = ["NULL_BLOCK", "AttentionMetadata", "LoraSegment", "lora_add_", "paged_attention", "write_kv_"]
+from collections.abc import Sequence
+
+import torch
+
+from kernels import reference
+from kernels.metadata import (
+    NULL_BLOCK,
+    AttentionBuffers,
+    AttentionMetadata,
+    AttentionTensors,
+    LoraMetadata,
+    LoraSegment,
+)
+
+try:
+    from kernels import kv_write as _kv_write
+    from kernels import lora as _lora
+    from kernels import paged_attention as _paged_attention
+except ImportError:  # no Triton for this platform
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
+__all__ = [
+    "HAS_TRITON",
+    "NULL_BLOCK",
+    "AttentionBuffers",
+    "AttentionMetadata",
+    "AttentionTensors",
+    "LoraMetadata",
+    "LoraSegment",
+    "lora_add_group_",
+    "paged_attention",
+    "write_kv_",
+]
+
+
+def lora_add_group_(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    slice_ends: tuple[int, ...],
+    metadata: LoraMetadata,
+) -> None:
+    """`output[s:e, c] += (x[s:e] @ lora_a[n, m, :r].T) @ lora_b[n, c, :r].T` for each segment `(n, s, e)` and slice m,
+    with `r = ranks[n, m]` and `c` the slice's columns.
+
+    The modules of a group read the same input and write neighbouring columns of one output (q, k and v; gate and up).
+    Tokens in no segment, and slices whose rank is 0, are left exactly as they are.
+
+    Args:
+        output: [T, O], accumulated in place.
+        x: [T, in], same dtype as the LoRA buffers.
+        lora_a: [N, M, R, in]; what lies above a slice's own rank is never used.
+        lora_b: [N, O, R], with the adapter's scale folded in.
+        ranks: [N, M] int32 on the device of `x`, 0 where an adapter does not touch a slice: what the GPU reads.
+        host_ranks: the same numbers on the host: what the CPU reads.
+        slice_ends: M ends of the slices in the output's columns; the last is O.
+        metadata: the step's segments, with `num_tokens` T.
+    """
+    add = _lora.lora_add_group_ if HAS_TRITON and metadata.has_tiles else reference.lora_add_group_
+    add(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata)
+
+
+def write_kv_(
+    k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, kv_index: torch.Tensor
+) -> None:
+    """`k_pool[kv_index] = k; v_pool[kv_index] = v`.
+
+    Args:
+        k, v: [T, Hkv, D].
+        k_pool, v_pool: [num_blocks * P, Hkv, D], written in place.
+        kv_index: [T] int64, all different; on a GPU -1 (padding) writes nothing.
+    """
+    write = _kv_write.write_kv_ if HAS_TRITON and k_pool.is_cuda else reference.write_kv_
+    write(k, v, k_pool, v_pool, kv_index)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """`out[t] = softmax(scale * q[t] . K) V` over the keys of t's own request at positions up to t's (and in the window).
+
+    Args:
+        q: [T, Hq, D], the pools' dtype; Hq is a multiple of the pools' Hkv.
+        k_pool, v_pool: [num_blocks * P, Hkv, D], this step's tokens already written.
+        metadata: the packed batch.
+        scale: factor of the logits.
+        window: sliding window in keys, the query's own included; None means all.
+        soft_cap: logits x become `soft_cap * tanh(x / soft_cap)`; None leaves them.
+
+    Returns:
+        [T, Hq, D], every row written.
+
+    Raises:
+        NotImplementedError: a soft cap where plain PyTorch would have to apply it.
+    """
+    if HAS_TRITON and q.is_cuda and q.shape[-1] <= _paged_attention.MAX_HEAD_DIM:
+        return _paged_attention.paged_attention(
+            q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap
+        )
+    if soft_cap is not None:
+        raise NotImplementedError("attention with a soft cap needs the Triton kernels, and those a CUDA device")
+    return reference.paged_attention(q, k_pool, v_pool, metadata, scale=scale, window=window)

@@ -1,14 +1,19 @@
 """Per-step inputs of the kernels: built once a step, whole, and shared by all layers.
 
 Owns the two descriptions of a packed batch: which tokens belong to which request and where their keys and values lie
-(`AttentionMetadata`), and which tokens use which adapter (`LoraSegment`). Built by `engine/batch`.
+(`AttentionMetadata`), and which tokens use which adapter (`LoraSegment`, `LoraMetadata`). Built by `engine/batch`.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+
+from kernels import tuning
 
 NULL_BLOCK = 0
 """The block that padded reads point at: never handed out, always zero."""
@@ -22,6 +27,96 @@ class LoraSegment(NamedTuple):
     token_end: int | None
 
 
+class LoraMetadata:
+    """Which packed tokens use which adapter, for all grouped LoRA calls of a step.
+
+    Made once and updated in place, so that a captured CUDA graph finds the current step's adapters at the same
+    addresses. On a device the segments are cut into token tiles, whose size depends on the step's token count alone.
+    Calls that share an object share its scratch: they belong on one stream, the one on which `update` was called.
+
+    Args:
+        max_tokens: of a step, padding included.
+        max_segments: of a step; with tokens ordered by adapter, the number of LoRA rows.
+        device: where the kernels run.
+        max_columns: slices x R of the widest group.
+        max_in: input columns of the widest group.
+        has_tiles: whether to keep tiles and scratch; by default on CUDA devices only, as the plain twin needs neither.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_segments: int,
+        device: torch.device,
+        *,
+        max_columns: int,
+        max_in: int,
+        has_tiles: bool | None = None,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.max_segments = max_segments
+        self.segments: tuple[LoraSegment, ...] = ()
+        self.num_tokens = 0
+        self.num_tiles = 0
+        self.has_tiles = device.type == "cuda" if has_tiles is None else has_tiles
+        if not self.has_tiles:
+            return
+        is_cuda = device.type == "cuda"
+        self.family = tuning.device_family(torch.cuda.get_device_capability(device) if is_cuda else None)
+        capacity = 1 + max(tuning.num_tiles_of(size, max_segments) for size in tuning.step_sizes(max_tokens))
+        self.tiles = torch.zeros(capacity, 4, dtype=torch.int32, device=device)
+        """[1 + tiles, 4] int32: the number of tiles, then `lora_slot, token_start, token_end, 0` of each."""
+        num_floats = tuning.scratch_rows(max_tokens, max_in) * max_columns
+        self.scratch = torch.empty(num_floats, dtype=torch.float32, device=device)
+        """[splits * T * slices * R] float32 at most: partial sums between a call's two kernels."""
+        # Two, taken in turns: the host fills one while the copy out of the other may still be waiting for the device.
+        self._staging = [torch.zeros(capacity, 4, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+
+    def update(self, segments: Sequence[LoraSegment], num_tokens: int) -> None:
+        """Describe the next step; on CUDA one asynchronous copy on the current stream, no synchronisation.
+
+        Args:
+            segments: disjoint ranges of packed tokens.
+            num_tokens: rows of the step's tensors, padding included; a captured graph's own count at each replay.
+
+        Raises:
+            ValueError: more tokens or segments than the object was made for.
+        """
+        if num_tokens > self.max_tokens or len(segments) > self.max_segments:
+            raise ValueError(
+                f"{num_tokens} tokens in {len(segments)} segments, but this LoraMetadata holds at most "
+                f"{self.max_tokens} tokens in {self.max_segments} segments; make a larger one"
+            )
+        self.segments = tuple(segments)
+        self.num_tokens = num_tokens
+        if self.has_tiles:
+            self._copy_tiles(_token_tiles(self.segments, num_tokens))
+
+    def _copy_tiles(self, rows: list[tuple[int, int, int, int]]) -> None:
+        self.num_tiles = len(rows)
+        self._staging.reverse()
+        self._copied.reverse()
+        if self._copied:
+            self._copied[0].synchronize()
+        staging, num_rows = self._staging[0], 1 + len(rows)
+        staging[:num_rows] = torch.tensor([(len(rows), 0, 0, 0), *rows], dtype=torch.int32)
+        self.tiles[:num_rows].copy_(staging[:num_rows], non_blocking=True)
+        if self._copied:
+            self._copied[0].record()
+
+
+def _token_tiles(segments: Sequence[LoraSegment], num_tokens: int) -> list[tuple[int, int, int, int]]:
+    """Rows of `LoraMetadata.tiles`: segments cut where they are longer than a tile."""
+    block = tuning.kind_of(num_tokens).block_tokens
+    return [
+        (lora_slot, start, min(start + block, end), 0)
+        for lora_slot, token_start, token_end in segments
+        for end in (num_tokens if token_end is None else token_end,)
+        for start in range(token_start, end, block)
+    ]
+
+
 class Prefill(NamedTuple):
     """A request with several query tokens in this step: packed tokens [token_start, token_end)."""
 
@@ -31,55 +126,102 @@ class Prefill(NamedTuple):
     """[L] int64: positions in the pool of the request's keys, oldest first; the queries are the last of them."""
 
 
+class AttentionTensors(NamedTuple):
+    """A packed batch as the GPU kernels read it."""
+
+    cu_query_len: torch.Tensor
+    """[B+1] int32: packed tokens [cu_query_len[b], cu_query_len[b + 1]) are request b's."""
+    kv_len: torch.Tensor
+    """[B] int32: keys of each request, this step's included; 0 for a row of padding."""
+    block_table: torch.Tensor
+    """[B, M] int32: pool blocks of each request, in order."""
+    max_kv_len: int
+    """No request has more keys; launches are sized by it, so with static buffers it never changes."""
+
+
 class AttentionMetadata:
     """Where each packed token's keys and values lie.
 
-    Requests with one query token (decodes) are attended together through a padded index; those with more (prefill
-    chunks) one by one. Masks depend on the layer's sliding window and are made once a step for each window.
+    Kernels on a GPU read `tensors` and the counts known on the host; the padded indices and masks of the plain PyTorch
+    path are made only when that path asks for them. Nothing here waits for the device.
 
     Args:
         query_lens: B counts of query tokens; their sum is T.
         kv_lens: B counts of keys, this step's included; at least the query's count.
-        block_table: [B, M] int64, the pool blocks of each request in order; rows are padded with `NULL_BLOCK`.
+        block_table: [B, M] int32 or int64, the pool blocks of each request in order; rows are padded with `NULL_BLOCK`.
         block_size: P, tokens in a block.
+        tensors: the same batch where it is on the device already (`AttentionBuffers`); made on first use otherwise.
     """
 
-    def __init__(self, query_lens: list[int], kv_lens: list[int], block_table: torch.Tensor, block_size: int) -> None:
+    def __init__(
+        self,
+        query_lens: list[int],
+        kv_lens: list[int],
+        block_table: torch.Tensor,
+        block_size: int,
+        tensors: AttentionTensors | None = None,
+    ) -> None:
         self.query_lens = query_lens
         self.kv_lens = kv_lens
         self.block_size = block_size
-        self._block_table = block_table
+        self.num_tokens = sum(query_lens)
+        self.num_decodes = sum(query_len == 1 for query_len in query_lens)
+        self.max_query_len = max(query_lens, default=0)
+        self.block_table = block_table
+        self._tensors = tensors
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
-        starts = [0]
-        for query_len in query_lens:
-            starts.append(starts[-1] + query_len)
-        decode_rows = [row for row, query_len in enumerate(query_lens) if query_len == 1]
-        self.num_tokens = starts[-1]
-        self.num_decodes = len(decode_rows)
-        self.prefills = [
-            Prefill(starts[row], starts[row + 1], self._pool_positions(row, kv_lens[row]))
-            for row, query_len in enumerate(query_lens)
+    @property
+    def tensors(self) -> AttentionTensors:
+        """The batch on the device, made on first use and kept."""
+        if self._tensors is None:
+            device, num_rows = self.block_table.device, len(self.query_lens)
+            lens = _host_int32([*_prefix_sum(self.query_lens), *self.kv_lens], device).to(device, non_blocking=True)
+            table = self.block_table.to(torch.int32)
+            max_kv_len = max(self.kv_lens, default=0)
+            self._tensors = AttentionTensors(lens[: num_rows + 1], lens[num_rows + 1 :], table, max_kv_len)
+        return self._tensors
+
+    @cached_property
+    def prefills(self) -> list[Prefill]:
+        """Requests with several query tokens, in order."""
+        starts = _prefix_sum(self.query_lens)
+        return [
+            Prefill(starts[row], starts[row + 1], self._pool_positions(row, self.kv_lens[row]))
+            for row, query_len in enumerate(self.query_lens)
             if query_len > 1
         ]
-        device = block_table.device
-        self.decode_tokens = torch.tensor([starts[row] for row in decode_rows], dtype=torch.int64, device=device)
+
+    @cached_property
+    def decode_tokens(self) -> torch.Tensor:
         """[Bd] int64: the packed token of each decode."""
-        longest = max((kv_lens[row] for row in decode_rows), default=0)
-        self.decode_kv_len = torch.tensor([kv_lens[row] for row in decode_rows], dtype=torch.int64, device=device)
+        starts = _prefix_sum(self.query_lens)
+        tokens = [starts[row] for row in self._decode_rows]
+        return torch.tensor(tokens, dtype=torch.int64, device=self.block_table.device)
+
+    @cached_property
+    def decode_kv_len(self) -> torch.Tensor:
         """[Bd] int64."""
-        self.decode_kv_index = self._decode_index(decode_rows, longest)
+        kv_lens = [self.kv_lens[row] for row in self._decode_rows]
+        return torch.tensor(kv_lens, dtype=torch.int64, device=self.block_table.device)
+
+    @cached_property
+    def decode_kv_index(self) -> torch.Tensor:
         """[Bd, L] int64: pool positions of each decode's keys, padded with positions of the null block or stale ones."""
+        longest = max((self.kv_lens[row] for row in self._decode_rows), default=0)
+        num_blocks = -(-longest // self.block_size)
+        offset = torch.arange(self.block_size, device=self.block_table.device)
+        blocks = self.block_table[self._decode_rows, :num_blocks].to(torch.int64)
+        return (blocks[:, :, None] * self.block_size + offset).flatten(1)[:, :longest]
+
+    @cached_property
+    def _decode_rows(self) -> list[int]:
+        return [row for row, query_len in enumerate(self.query_lens) if query_len == 1]
 
     def _pool_positions(self, row: int, kv_len: int) -> torch.Tensor:
-        position = torch.arange(kv_len, device=self._block_table.device)
-        return self._block_table[row, position // self.block_size] * self.block_size + position % self.block_size
-
-    def _decode_index(self, rows: list[int], longest: int) -> torch.Tensor:
-        num_blocks = -(-longest // self.block_size)
-        offset = torch.arange(self.block_size, device=self._block_table.device)
-        blocks = self._block_table[rows, :num_blocks]
-        return (blocks[:, :, None] * self.block_size + offset).flatten(1)[:, :longest]
+        position = torch.arange(kv_len, device=self.block_table.device)
+        blocks = self.block_table[row].to(torch.int64)
+        return blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def decode_mask(self, window: int | None) -> torch.Tensor:
         """[Bd, 1, 1, L] bool: True where a decode's query may look at a key; `window` counts keys, the query's included."""
@@ -109,3 +251,71 @@ class AttentionMetadata:
                 mask &= position > query - window
             self._masks[key] = mask
         return self._masks[key]
+
+
+class AttentionBuffers:
+    """Attention metadata at addresses that never change, so that a captured CUDA graph can be replayed on new requests.
+
+    Every `fill` writes the same tensors and returns a view of their first rows; a graph captured with one such view
+    sees the next. Launches are sized by the capacity, not by the requests at hand: a result therefore does not depend
+    on whether it came from a replay.
+
+    Args:
+        max_batch: most rows of a step, padding included.
+        max_blocks: most blocks of a request.
+        block_size: P, tokens in a block.
+        device: where the tensors live.
+    """
+
+    def __init__(self, max_batch: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self.max_batch = max_batch
+        self.max_blocks = max_blocks
+        self.block_size = block_size
+        self._lens = torch.zeros(2 * max_batch + 1, dtype=torch.int32, device=device)
+        self._cu_query_len, self._kv_len = self._lens[: max_batch + 1], self._lens[max_batch + 1 :]
+        self._block_table = torch.full((max_batch, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
+
+    def fill(
+        self, query_lens: list[int], kv_lens: list[int], block_table: torch.Tensor, num_rows: int | None = None
+    ) -> AttentionMetadata:
+        """Overwrite the buffers with a step; never waits for the device.
+
+        Args:
+            query_lens, kv_lens: B counts each, as in `AttentionMetadata`.
+            block_table: [B, M] int32 or int64, on the host or on the device, M at most `max_blocks`.
+            num_rows: rows of the view, at least B (the default). The others are padding of one query token and no
+                keys; `paged_attention` writes zeros for them.
+
+        Returns:
+            A view of the first `num_rows` rows, whose packed tokens are sum(query_lens) + num_rows - B.
+        """
+        num_requests, width = block_table.shape
+        num_rows = num_requests if num_rows is None else num_rows
+        assert num_requests == len(query_lens) == len(kv_lens), "one row for each request"
+        assert num_requests <= num_rows <= self.max_batch and width <= self.max_blocks, "buffers are too small"
+        device = self._lens.device
+        query_lens = query_lens + [1] * (num_rows - num_requests)
+        kv_lens = kv_lens + [0] * (num_rows - num_requests)
+        unused = self.max_batch - num_rows
+        cu_query_len = _prefix_sum(query_lens)
+        lens = [*cu_query_len, *[cu_query_len[-1]] * unused, *kv_lens, *[0] * unused]
+        self._lens.copy_(_host_int32(lens, device), non_blocking=True)
+        if not block_table.is_cuda:
+            block_table = _host_int32(block_table, device).to(device, non_blocking=True)
+        self._block_table[:num_requests, :width].copy_(block_table)
+
+        table = self._block_table[:num_rows]
+        tensors = AttentionTensors(
+            self._cu_query_len[: num_rows + 1], self._kv_len[:num_rows], table, self.max_blocks * self.block_size
+        )
+        return AttentionMetadata(query_lens, kv_lens, table, self.block_size, tensors)
+
+
+def _prefix_sum(lens: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(lens)]
+
+
+def _host_int32(values: list[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` as int32 on the host, in pinned memory where `device` could otherwise not copy without waiting."""
+    tensor = torch.as_tensor(values, dtype=torch.int32)
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -10,34 +10,44 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from kernels.metadata import AttentionMetadata, LoraSegment
+from kernels.metadata import AttentionMetadata, LoraMetadata
 
 
-def lora_add_(
+def lora_add_group_(
     output: torch.Tensor,
     x: torch.Tensor,
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
-    ranks: Sequence[int],
-    segments: Sequence[LoraSegment],
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    slice_ends: tuple[int, ...],
+    metadata: LoraMetadata,
 ) -> None:
-    """`output[s:e] += (x[s:e] @ lora_a[n, :r].T) @ lora_b[n, :, :r].T` for each segment `(n, s, e)` with `r = ranks[n]`.
+    """`output[s:e, c] += (x[s:e] @ lora_a[n, m, :r].T) @ lora_b[n, c, :r].T` for each segment `(n, s, e)` and slice m,
+    with `r = ranks[n, m]` and `c` the slice's columns.
 
-    Tokens in no segment, and segments whose rank is 0 here, are left exactly as they are.
+    The modules of a group read the same input and write neighbouring columns of one output (q, k and v; gate and up).
+    Tokens in no segment, and slices whose rank is 0, are left exactly as they are.
 
     Args:
-        output: [T, out], accumulated in place.
+        output: [T, O], accumulated in place.
         x: [T, in], same dtype as the LoRA buffers.
-        lora_a: [N, R, in]; rows above an adapter's own rank are never read.
-        lora_b: [N, out, R], with the adapter's scale folded in.
-        ranks: N ranks of this module's adapters; 0 where an adapter does not touch the module.
-        segments: disjoint ranges of packed tokens.
+        lora_a: [N, M, R, in]; rows above a slice's own rank are never read.
+        lora_b: [N, O, R], with the adapter's scale folded in.
+        ranks: [N, M] int32 on the device of `x`, 0 where an adapter does not touch a slice.
+        host_ranks: the same numbers on the host: this function reads these, the GPU kernels the others.
+        slice_ends: M ends of the slices in the output's columns; the last is O.
+        metadata: the step's segments, with `num_tokens` T.
     """
-    for lora_slot, token_start, token_end in segments:
-        rank = ranks[lora_slot]
-        if rank:
-            shrunk = F.linear(x[token_start:token_end], lora_a[lora_slot, :rank])
-            output[token_start:token_end].addmm_(shrunk, lora_b[lora_slot, :, :rank].T)
+    for lora_slot, token_start, token_end in metadata.segments:
+        slice_start = 0
+        for index, slice_end in enumerate(slice_ends):
+            rank = host_ranks[lora_slot][index]
+            if rank:
+                shrunk = F.linear(x[token_start:token_end], lora_a[lora_slot, index, :rank])
+                columns = output[token_start:token_end, slice_start:slice_end]
+                columns.addmm_(shrunk, lora_b[lora_slot, slice_start:slice_end, :rank].T)
+            slice_start = slice_end
 
 
 def write_kv_(

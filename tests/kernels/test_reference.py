@@ -5,45 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import AttentionMetadata, LoraSegment, lora_add_, paged_attention, write_kv_
-
-
-@pytest.mark.parametrize("num_tokens", [1, 63, 133])
-def test_lora_add_equals_the_sum_over_tokens(num_tokens: int) -> None:
-    generator = torch.Generator().manual_seed(num_tokens)
-    ranks = [4, 0, 8, 64, 1]
-    lora_a = torch.randn(5, 64, 40, generator=generator)
-    lora_b = torch.randn(5, 24, 64, generator=generator)
-    x = torch.randn(num_tokens, 40, generator=generator)
-    base = torch.randn(num_tokens, 24, generator=generator)
-    cuts = sorted({0, num_tokens // 5, num_tokens // 2, (3 * num_tokens) // 4, num_tokens})
-    slots = [2, 3, 1, 0]
-    segments = [LoraSegment(slot, start, end) for slot, start, end in zip(slots, cuts, cuts[1:], strict=False)][1:]
-
-    output = base.clone()
-    lora_add_(output, x, lora_a, lora_b, ranks, segments)
-
-    expected = base.clone().double()
-    for slot, start, end in segments:
-        for token in range(start, end or num_tokens):
-            shrunk = lora_a[slot, : ranks[slot]].double() @ x[token].double()
-            expected[token] += lora_b[slot, :, : ranks[slot]].double() @ shrunk
-    torch.testing.assert_close(output.double(), expected, atol=2e-4, rtol=1e-5)
-    covered = {token for _, start, end in segments for token in range(start, end or num_tokens)}
-    untouched = [token for token in range(num_tokens) if token not in covered]
-    assert torch.equal(output[untouched], base[untouched])
-    if num_tokens > 5:
-        assert not torch.equal(output, base), "the test's adapters must do something"
-
-
-def test_rows_above_an_adapters_rank_are_never_read() -> None:
-    lora_a = torch.full((1, 8, 6), float("nan"))
-    lora_b = torch.full((1, 5, 8), float("nan"))
-    lora_a[0, :3], lora_b[0, :, :3] = 1.0, 2.0
-    output = torch.zeros(4, 5)
-    lora_add_(output, torch.ones(4, 6), lora_a, lora_b, [3], [LoraSegment(0, 1, 3)])
-    assert torch.equal(output[1:3], torch.full((2, 5), 36.0))
-    assert torch.equal(output[[0, 3]], torch.zeros(2, 5))
+from kernels import AttentionMetadata, paged_attention, write_kv_
 
 
 def _naive_attention(

@@ -55,7 +55,9 @@ def adapters(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     root = tmp_path_factory.mktemp("gemma-adapters")
     return {
         "attention": make_adapter(model_dir, CLASS, root / "attention", rank=8, alpha=16, seed=1, std=0.06),
-        "mlp": make_adapter(model_dir, CLASS, root / "mlp", targets=["gate_proj", "down_proj"], rank=4, seed=2, std=0.06),
+        "mlp": make_adapter(
+            model_dir, CLASS, root / "mlp", targets=["gate_proj", "down_proj"], rank=4, seed=2, std=0.06
+        ),
     }
 
 

@@ -1,0 +1,427 @@
+"""Triton twin of `reference.paged_attention`: attention over the paged KV pools, for decodes and prefill chunks alike.
+
+Decodes (one query token) split a request's keys over several programs and merge the parts in a fixed order
+(flash-decoding, Dao et al. 2023); prefill chunks use tiles of queries with an online softmax (FlashAttention-2, Dao 2023).
+Both pack the query heads that share a KV head into the rows of one tile. Called through `kernels`.
+
+Dimension letters: T packed tokens, B requests, M blocks of the longest request, P block size, D head dim, Hq/Hkv
+query/KV heads, G = Hq / Hkv, S splits. Logits are kept in units of log2, so that the softmax needs exp2 alone.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.metadata import AttentionMetadata, AttentionTensors
+
+MAX_HEAD_DIM = 256
+_LOG2E = math.log2(math.e)
+_MAX_SPLIT_LEN = 4096
+_MAX_SPLITS = 64
+_PROGRAMS_PER_PROCESSOR = 2
+_MERGE_SPLITS = 16
+
+
+class Tile(NamedTuple):
+    """How one program works: rows (query tokens times heads of a group), keys a turn, warps, pipeline depth."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """`out[t] = softmax(cap(scale * q[t] . K)) V` over the keys of t's own request at positions up to t's, in the window.
+
+    `cap(x) = soft_cap * tanh(x / soft_cap)`, or x where there is none. Sums are in float32 and do not depend on the
+    order in which programs run. Never waits for the device, so it can be captured in a CUDA graph; see
+    `AttentionBuffers` for one that is replayed on other requests.
+
+    Args:
+        q: [T, Hq, D], the pools' dtype (float32, bfloat16 or float16); Hq is a multiple of Hkv, D at most 256.
+        k_pool, v_pool: [num_blocks * P, Hkv, D], this step's tokens already written; positions that belong to no key
+            of a request are never read into a result, whatever they hold.
+        metadata: the packed batch.
+        scale: factor of the logits.
+        window: sliding window in keys, the query's own included; None means all.
+        soft_cap: bound of the logits; None means none.
+
+    Returns:
+        [T, Hq, D] contiguous, every row written: zeros for a request without keys (padding).
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    assert q.dtype == k_pool.dtype == v_pool.dtype, "queries and pools differ in dtype"
+    assert num_heads % k_pool.shape[1] == 0 and head_dim <= MAX_HEAD_DIM, "unsupported heads"
+    assert num_tokens == metadata.num_tokens, "the metadata is of another batch"
+    q, k_pool, v_pool = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k_pool, v_pool))
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if metadata.num_decodes:
+        _attend_decodes(output, q, k_pool, v_pool, metadata, scale, window, soft_cap)
+    if metadata.num_decodes < num_tokens:
+        _attend_prefills(output, q, k_pool, v_pool, metadata, scale, window, soft_cap)
+    return output
+
+
+def plan_splits(num_decodes: int, num_kv_heads: int, max_kv_len: int, num_processors: int) -> tuple[int, int]:
+    """S and the fewest keys of a split: enough programs to fill the device, but none with next to nothing to do.
+
+    From the batch and the bound of its lengths alone, so that a captured launch fits every step. How many of the S
+    splits have keys is up to each request's own length.
+    """
+    filling = triton.cdiv(_PROGRAMS_PER_PROCESSOR * num_processors, num_decodes * num_kv_heads)
+    # A batch that fills the device as it is gains from splits only where some request is much longer than others.
+    min_split_len = 64 if filling >= 4 else 256 if filling > 1 else 2048
+    wanted = max(triton.next_power_of_2(filling), triton.cdiv(max_kv_len, _MAX_SPLIT_LEN))
+    return min(wanted, max(triton.cdiv(max_kv_len, min_split_len), 1), _MAX_SPLITS), min_split_len
+
+
+def decode_tile(group: int, block_d: int, dtype: torch.dtype) -> Tile:
+    """The tile of the decode kernel: rows are the group's heads, keys as many as 16 KiB hold."""
+    keys = max(16, min(128, 16384 // (block_d * dtype.itemsize)))
+    return Tile(max(16, triton.next_power_of_2(group)), keys, 4, 2 if dtype == torch.float32 else 3)
+
+
+def prefill_tile(max_rows: int, group: int, block_d: int, dtype: torch.dtype) -> Tile:
+    """The tile of the prefill kernel for requests of at most `max_rows` rows (query tokens times G)."""
+    smallest = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return Tile(max(smallest, 16 if max_rows <= 16 else 32), 32, 4, 1)
+    if max_rows <= 16:
+        return Tile(smallest, 64, 4, 2)
+    if max_rows <= 64 or block_d > 128:
+        return Tile(max(smallest, 64), 64, 4, 2)
+    return Tile(max(smallest, 128), 64, 8, 3)
+
+
+def _attend_decodes(
+    output: torch.Tensor,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Write the rows of all requests with one query token."""
+    tensors: AttentionTensors = metadata.tensors
+    num_rows, num_heads, head_dim = len(metadata.query_lens), q.shape[1], q.shape[2]
+    num_kv_heads = k_pool.shape[1]
+    group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
+    max_span = tensors.max_kv_len if window is None else min(window, tensors.max_kv_len)
+    splits, min_split_len = plan_splits(metadata.num_decodes, num_kv_heads, max_span, _num_processors(q.device))
+    tile = decode_tile(group, block_d, q.dtype)
+    # Where one split does all, the parts are neither written nor read.
+    parts = (num_rows, num_heads, splits) if splits > 1 else (0, 0, 0)
+    part_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+    logit_scale, cap = _log2_scales(scale, soft_cap)
+    _decode_kernel[(num_kv_heads, splits, num_rows)](
+        output, part_out, part_lse, q, k_pool, v_pool, *tensors[:3],
+        logit_scale, cap, window or 0, splits, min_split_len,
+        *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], tensors.block_table.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size, HAS_WINDOW=window is not None,
+        HAS_CAP=soft_cap is not None, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(num_heads, num_rows)](
+            output, part_out, part_lse, *tensors[:2], window or 0, splits, min_split_len, *output.stride()[:2],
+            HEAD_DIM=head_dim, HAS_WINDOW=window is not None, KEYS=tile.keys, BLOCK_D=block_d,
+            MAX_SPLITS=_MAX_SPLITS, MERGE_SPLITS=_MERGE_SPLITS, num_warps=4,
+        )  # fmt: skip
+
+
+def _attend_prefills(
+    output: torch.Tensor,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Write the rows of all requests with several query tokens."""
+    tensors: AttentionTensors = metadata.tensors
+    num_rows, num_heads, head_dim = len(metadata.query_lens), q.shape[1], q.shape[2]
+    num_kv_heads = k_pool.shape[1]
+    group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
+    tile = prefill_tile(metadata.max_query_len * group, group, block_d, q.dtype)
+    tile_tokens = tile.rows // group
+    # Request b's tiles begin at cu_query_len[b] // tile_tokens + b: room for all, found without another tensor.
+    num_tiles = metadata.num_tokens // tile_tokens + num_rows
+    logit_scale, cap = _log2_scales(scale, soft_cap)
+    _prefill_kernel[(num_tiles * num_kv_heads,)](
+        output, q, k_pool, v_pool, *tensors[:3], logit_scale, cap, window or 0, num_rows, num_kv_heads,
+        *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], tensors.block_table.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size, HAS_WINDOW=window is not None,
+        HAS_CAP=soft_cap is not None, ROWS=tile.rows, TOKENS=tile_tokens, KEYS=tile.keys, BLOCK_D=block_d,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _log2_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """Factors before and after tanh, or the one factor and nothing where there is no cap."""
+    return (scale * _LOG2E, 0.0) if soft_cap is None else (scale / soft_cap, soft_cap * _LOG2E)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@triton.jit
+def _load_rows(p_rows, m_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, BLOCK_D] from a pointer a row; zeros where masked and beyond HEAD_DIM."""
+    o_dim = tl.arange(0, BLOCK_D)
+    p_element = p_rows[:, None] + o_dim[None, :]
+    if IS_MASKED and HEAD_DIM == BLOCK_D:
+        b_rows = tl.load(p_element, mask=m_row[:, None], other=0.0)
+    elif IS_MASKED:
+        b_rows = tl.load(p_element, mask=m_row[:, None] & (o_dim[None, :] < HEAD_DIM), other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        b_rows = tl.load(p_element)
+    else:
+        b_rows = tl.load(p_element, mask=o_dim[None, :] < HEAD_DIM, other=0.0)
+    return b_rows
+
+
+@triton.jit
+def _load_kv(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, p_table, o_key, m_key, stride_k_token, stride_v_token,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, BLOCK_D] keys and values at a request's positions `o_key`."""
+    if IS_MASKED:
+        block = tl.load(p_table + o_key // BLOCK_SIZE, mask=m_key, other=0).to(tl.int64)
+    else:
+        block = tl.load(p_table + o_key // BLOCK_SIZE).to(tl.int64)
+    position = block * BLOCK_SIZE + o_key % BLOCK_SIZE
+    b_k = _load_rows(k_ptr + position * stride_k_token, m_key, HEAD_DIM, BLOCK_D, IS_MASKED)
+    b_v = _load_rows(v_ptr + position * stride_v_token, m_key, HEAD_DIM, BLOCK_D, IS_MASKED)
+    return b_k, b_v
+
+
+@triton.jit
+def _accumulate(  # type: ignore[no-untyped-def]
+    b_out, b_sum, b_max, b_q, b_k, b_v, m_visible, logit_scale, cap, HAS_CAP: tl.constexpr, IS_MASKED: tl.constexpr
+):
+    """One turn of the online softmax: [ROWS, BLOCK_D] weighted values, [ROWS] sum of weights, [ROWS] largest logit."""
+    b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * logit_scale
+    if HAS_CAP:
+        # tanh, with no overflow at either end.
+        b_logit = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * b_logit)))
+    if IS_MASKED:
+        b_logit = tl.where(m_visible, b_logit, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_logit, 1))
+    b_shift = b_new_max
+    if IS_MASKED:
+        # A row that has seen no key yet: -inf minus -inf is not a number.
+        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    b_weight = tl.exp2(b_logit - b_shift[:, None])
+    b_decay = tl.exp2(b_max - b_shift)
+    b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
+    b_out = tl.dot(b_weight.to(b_v.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee")
+    return b_out, b_sum, b_new_max
+
+
+@triton.jit
+def _split(  # type: ignore[no-untyped-def]
+    kv_len, window, splits, min_split_len, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr
+):
+    """First visible key of a decode, keys of each split, and how many splits have any."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(kv_len - window, 0)
+    span = kv_len - first
+    split_len = tl.maximum(tl.cdiv(tl.cdiv(span, splits), KEYS) * KEYS, min_split_len)
+    return first, split_len, tl.cdiv(span, split_len)
+
+
+@triton.jit(do_not_specialize=["window", "splits", "min_split_len"])
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, part_out_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, table_ptr,
+    logit_scale, cap, window, splits, min_split_len,
+    stride_out_token, stride_out_head, stride_q_token, stride_q_head,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_table,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One split of one decode's keys for the query heads of one KV head."""
+    i_kv_head, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_row = tl.program_id(2).to(tl.int64)
+    token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
+    if tl.load(cu_query_len_ptr + i_row + 1) - token != 1:
+        return
+    kv_len = tl.load(kv_len_ptr + i_row)
+    first, split_len, num_active = _split(kv_len, window, splits, min_split_len, HAS_WINDOW, KEYS)
+    # The first split also writes the zeros of a row without keys.
+    if i_split >= tl.maximum(num_active, 1):
+        return
+    start = first + i_split * split_len
+    end = tl.minimum(start + split_len, kv_len)
+
+    o_row, o_dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    o_head = i_kv_head * GROUP + o_row
+    m_head = o_row < GROUP
+    # [ROWS, BLOCK_D]
+    b_q = _load_rows(q_ptr + token * stride_q_token + o_head * stride_q_head, m_head, HEAD_DIM, BLOCK_D, True)
+    b_out = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    b_max = tl.full([ROWS], float("-inf"), tl.float32)
+    k_ptr += i_kv_head * stride_k_head
+    v_ptr += i_kv_head * stride_v_head
+    p_table = table_ptr + i_row * stride_table
+    for turn in range(start, end, KEYS):
+        o_key = turn + tl.arange(0, KEYS)
+        m_key = o_key < end
+        b_k, b_v = _load_kv(
+            k_ptr, v_ptr, p_table, o_key, m_key, stride_k_token, stride_v_token, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
+        )
+        b_out, b_sum, b_max = _accumulate(
+            b_out, b_sum, b_max, b_q, b_k, b_v, m_key[None, :], logit_scale, cap, HAS_CAP, True
+        )
+    b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    m_out = m_head[:, None] & (o_dim[None, :] < HEAD_DIM)
+    if num_active > 1:
+        o_part = (i_row * GROUP * tl.num_programs(0) + o_head) * splits + i_split
+        tl.store(part_out_ptr + o_part[:, None] * HEAD_DIM + o_dim[None, :], b_out, mask=m_out)
+        tl.store(part_lse_ptr + o_part, b_max + tl.log2(b_sum), mask=m_head)
+    else:
+        p_out = out_ptr + token * stride_out_token + o_head[:, None] * stride_out_head + o_dim[None, :]
+        tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
+
+
+@triton.jit(do_not_specialize=["window", "splits", "min_split_len"])
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, part_out_ptr, part_lse_ptr, cu_query_len_ptr, kv_len_ptr, window, splits, min_split_len,
+    stride_out_token, stride_out_head,
+    HEAD_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One head of one decode: the mean of its splits, weighted by their sums of weights."""
+    i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
+    if tl.load(cu_query_len_ptr + i_row + 1) - token != 1:
+        return
+    _, _, num_active = _split(tl.load(kv_len_ptr + i_row), window, splits, min_split_len, HAS_WINDOW, KEYS)
+    if num_active <= 1:
+        return
+    o_part = (i_row * tl.num_programs(0) + i_head) * splits
+    o_all = tl.arange(0, MAX_SPLITS)
+    largest = tl.max(tl.load(part_lse_ptr + o_part + o_all, mask=o_all < num_active, other=float("-inf")), 0)
+    o_dim = tl.arange(0, BLOCK_D)
+    b_out = tl.zeros([BLOCK_D], tl.float32)
+    total = 0.0
+    for turn in range(0, num_active, MERGE_SPLITS):
+        o_split = turn + tl.arange(0, MERGE_SPLITS)
+        m_split = o_split < num_active
+        # [MERGE_SPLITS]
+        b_lse = tl.load(part_lse_ptr + o_part + o_split, mask=m_split, other=float("-inf"))
+        b_weight = tl.exp2(b_lse - largest)
+        p_part = part_out_ptr + (o_part + o_split)[:, None] * HEAD_DIM + o_dim[None, :]
+        b_part = tl.load(p_part, mask=m_split[:, None] & (o_dim[None, :] < HEAD_DIM), other=0.0)
+        b_out += tl.sum(b_part * b_weight[:, None], 0)
+        total += tl.sum(b_weight, 0)
+    p_out = out_ptr + token * stride_out_token + i_head * stride_out_head + o_dim
+    tl.store(p_out, (b_out / total).to(out_ptr.dtype.element_ty), mask=o_dim < HEAD_DIM)
+
+
+@triton.jit
+def _row_of_tile(cu_query_len_ptr, i_tile, num_rows, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The last request whose tiles begin at or before `i_tile`."""
+    low, high = 0, num_rows
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_query_len_ptr + middle) // TOKENS + middle <= i_tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit(do_not_specialize=["window", "num_rows"])
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, q_ptr, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, table_ptr,
+    logit_scale, cap, window, num_rows, num_kv_heads,
+    stride_out_token, stride_out_head, stride_q_token, stride_q_head,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_table,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """TOKENS queries of one request for the query heads of one KV head."""
+    # The last tiles of a request have the most keys: begin with them.
+    i_program = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_kv_head = (i_program % num_kv_heads).to(tl.int64)
+    i_tile = i_program // num_kv_heads
+    i_row = _row_of_tile(cu_query_len_ptr, i_tile, num_rows, TOKENS)
+    query_start = tl.load(cu_query_len_ptr + i_row)
+    query_len = tl.load(cu_query_len_ptr + i_row + 1) - query_start
+    tile_start = (i_tile - query_start // TOKENS - i_row) * TOKENS
+    if query_len == 1:
+        return
+    if tile_start >= query_len:
+        return
+    kv_len = tl.load(kv_len_ptr + i_row)
+
+    o_row, o_dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    o_query = tile_start + o_row // GROUP
+    o_head = i_kv_head * GROUP + o_row % GROUP
+    m_row = (o_query < query_len) & (o_row < TOKENS * GROUP)
+    o_token = query_start.to(tl.int64) + o_query
+    # [ROWS, BLOCK_D]
+    b_q = _load_rows(q_ptr + o_token * stride_q_token + o_head * stride_q_head, m_row, HEAD_DIM, BLOCK_D, True)
+    b_out = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    b_max = tl.full([ROWS], float("-inf"), tl.float32)
+    k_ptr += i_kv_head * stride_k_head
+    v_ptr += i_kv_head * stride_v_head
+    p_table = table_ptr + i_row.to(tl.int64) * stride_table
+
+    # Positions of the queries in their request, of the tile's first query and of what follows its last.
+    o_position = kv_len - query_len + o_query
+    first_position = kv_len - query_len + tile_start
+    end = tl.minimum(first_position + TOKENS, kv_len)
+    start = 0
+    unmasked_end = tl.maximum(first_position + 1, 0) // KEYS * KEYS
+    if HAS_WINDOW:
+        start = tl.maximum(first_position + 1 - window, 0)
+        unmasked_end = start
+    for turn in range(start, unmasked_end, KEYS):
+        o_key = turn + tl.arange(0, KEYS)
+        b_k, b_v = _load_kv(
+            k_ptr, v_ptr, p_table, o_key, o_key, stride_k_token, stride_v_token, BLOCK_SIZE, HEAD_DIM, BLOCK_D, False
+        )
+        b_out, b_sum, b_max = _accumulate(b_out, b_sum, b_max, b_q, b_k, b_v, o_key, logit_scale, cap, HAS_CAP, False)
+    for turn in range(unmasked_end, end, KEYS):
+        o_key = turn + tl.arange(0, KEYS)
+        m_visible = o_key[None, :] <= o_position[:, None]
+        if HAS_WINDOW:
+            m_visible = m_visible & (o_key[None, :] > o_position[:, None] - window)
+        b_k, b_v = _load_kv(
+            k_ptr, v_ptr, p_table, o_key, o_key < end, stride_k_token, stride_v_token,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, True,
+        )  # fmt: skip
+        b_out, b_sum, b_max = _accumulate(
+            b_out, b_sum, b_max, b_q, b_k, b_v, m_visible, logit_scale, cap, HAS_CAP, True
+        )
+    b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    p_out = out_ptr + o_token[:, None] * stride_out_token + o_head[:, None] * stride_out_head + o_dim[None, :]
+    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_row[:, None] & (o_dim[None, :] < HEAD_DIM))

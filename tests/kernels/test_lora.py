@@ -1,0 +1,286 @@
+"""Grouped LoRA: the plain version and the Triton kernels against float64, under Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
+from kernels import LoraMetadata, LoraSegment, reference, tuning
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+
+Function = Callable[..., None]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+"""Largest ‖output - oracle‖ / ‖oracle - base‖; the half formats round x @ A.T and the output."""
+
+
+@dataclass
+class Group:
+    """One call's arguments; everything above a slice's own rank, and all rows in no segment, is NaN."""
+
+    base: torch.Tensor
+    x: torch.Tensor
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    ranks: torch.Tensor
+    slice_ends: tuple[int, ...]
+    metadata: LoraMetadata
+
+    def run(self, function: Function) -> torch.Tensor:
+        """The output of `function`, with NaN wherever a kernel has no business to read."""
+        output = self.base.clone()
+        if self.metadata.has_tiles:
+            self.metadata.scratch.fill_(torch.nan)
+        function(output, self.x, self.lora_a, self.lora_b, self.ranks, self.ranks.tolist(), self.slice_ends,
+                 self.metadata)  # fmt: skip
+        return output
+
+    def oracle(self) -> torch.Tensor:
+        """The definition in float64."""
+        expected = self.base.double()
+        for lora_slot, token_start, token_end in self.metadata.segments:
+            slice_start = 0
+            for index, slice_end in enumerate(self.slice_ends):
+                rank = int(self.ranks[lora_slot, index])
+                if rank:
+                    a = self.lora_a[lora_slot, index, :rank].double()
+                    b = self.lora_b[lora_slot, slice_start:slice_end, :rank].double()
+                    expected[token_start:token_end, slice_start:slice_end] += (
+                        self.x[token_start:token_end].double() @ a.T @ b.T
+                    )
+                slice_start = slice_end
+        return expected
+
+
+def make_group(
+    num_tokens: int,
+    segments: Sequence[LoraSegment],
+    ranks: Sequence[Sequence[int]],
+    max_rank: int,
+    in_features: int,
+    slice_ends: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    has_tiles: bool | None = None,
+    max_tokens: int | None = None,
+) -> Group:
+    """Random weights with NaN above the ranks and random tokens."""
+    generator = torch.Generator().manual_seed(num_tokens * 1000 + in_features)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    lora_a = torch.full((len(ranks), len(slice_ends), max_rank, in_features), torch.nan, dtype=dtype)
+    lora_b = torch.full((len(ranks), slice_ends[-1], max_rank), torch.nan, dtype=dtype)
+    for row, row_ranks in enumerate(ranks):
+        for index, (rank, start, end) in enumerate(zip(row_ranks, (0, *slice_ends), slice_ends, strict=False)):
+            lora_a[row, index, :rank] = randn(rank, in_features) * in_features**-0.5
+            lora_b[row, start:end, :rank] = randn(end - start, rank)
+    metadata = LoraMetadata(
+        max_tokens or num_tokens,
+        max(1, len(segments)),
+        torch.device(device),
+        max_columns=len(slice_ends) * max_rank,
+        max_in=in_features,
+        has_tiles=has_tiles,
+    )
+    metadata.update(segments, num_tokens)
+    return Group(
+        base=randn(num_tokens, slice_ends[-1]).to(device),
+        x=randn(num_tokens, in_features).to(device),
+        lora_a=lora_a.to(device),
+        lora_b=lora_b.to(device),
+        ranks=torch.tensor(ranks, dtype=torch.int32, device=device),
+        slice_ends=slice_ends,
+        metadata=metadata,
+    )
+
+
+def sweep(device: str, dtype: torch.dtype, has_tiles: bool | None = None) -> list[tuple[str, Group]]:
+    """Odd shapes: mixed ranks, slices that some adapters do not touch, unused rows, base rows before, between and after."""
+    ranks = [[4, 0, 4], [64, 64, 64], [0, 0, 0], [8, 3, 0], [1, 8, 64]]
+    groups = {}
+    for num_tokens, in_features, slice_ends in [
+        (1, 96, (40, 56, 72)),
+        (63, 600, (70, 150, 153)),
+        (133, 600, (130, 138, 140)),
+        (600, 100, (40, 300, 310)),
+        (2100, 48, (20, 40, 56)),
+    ]:
+        cut = [num_tokens * part // 9 for part in range(10)]
+        segments = [LoraSegment(3, cut[1], cut[4]), LoraSegment(1, cut[4], cut[6]), LoraSegment(4, cut[7], cut[8])]
+        segments = [*segments, LoraSegment(0, cut[8], num_tokens)]
+        groups[f"{num_tokens} tokens"] = make_group(
+            num_tokens, [segment for segment in segments if segment.token_start < segment[2]], ranks, 64, in_features,
+            slice_ends, dtype=dtype, device=device, has_tiles=has_tiles,
+        )  # fmt: skip
+    one_each = [LoraSegment(row, row, row + 1) for row in range(5)]
+    options = {"dtype": dtype, "device": device, "has_tiles": has_tiles}
+    groups["a token each"] = make_group(6, one_each, [[16], [5], [0], [16], [1]], 16, 80, (264,), **options)
+    groups["rank 100"] = make_group(33, [LoraSegment(1, 2, None)], [[0, 0], [100, 65]], 100, 64, (48, 80), **options)
+    groups["rank 3"] = make_group(5, [LoraSegment(0, 0, 5)], [[3]], 3, 20, (12,), **options)
+    groups["no segment"] = make_group(7, [], [[4]], 4, 16, (16,), **options)
+    return list(groups.items())
+
+
+def check(name: str, group: Group, function: Function) -> None:
+    """Compare with the oracle, after proof that the comparison can fail."""
+    expected, base, output = group.oracle(), group.base.double(), group.run(function)
+    is_touched = (expected != base).any(1)
+    assert torch.equal(output[~is_touched], group.base[~is_touched]), f"{name}: base rows changed"
+    if group.metadata.segments:
+        size = float((expected - base).norm())
+        assert size > 0.1, f"{name}: the adapters must do something"
+        error = float((output.double() - expected).norm()) / size
+        assert error < TOLERANCE[group.x.dtype], f"{name}, {group.x.dtype}: relative error {error}"
+    assert torch.equal(group.run(function), output), f"{name}: two runs differ"
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), sweep("cpu", torch.float32), ids=[name for name, _ in sweep("cpu", torch.float32)]
+)
+def test_the_plain_group_equals_float64(name: str, group: Group) -> None:
+    check(name, group, kernels.lora_add_group_)
+
+
+def test_a_group_equals_its_modules_one_by_one() -> None:
+    name, group = sweep("cpu", torch.float32)[1]
+    together = group.run(kernels.lora_add_group_)
+    start, parts = 0, []
+    for index, end in enumerate(group.slice_ends):
+        part = group.base[:, start:end].clone()
+        own = slice(index, index + 1)
+        ranks = group.ranks[:, own]
+        reference.lora_add_group_(
+            part,
+            group.x,
+            group.lora_a[:, own],
+            group.lora_b[:, start:end],
+            ranks,
+            ranks.tolist(),
+            (end - start,),
+            group.metadata,
+        )
+        parts.append(part)
+        start = end
+    assert name == "63 tokens" and torch.equal(together, torch.cat(parts, 1))
+
+
+def test_metadata_refuses_more_than_it_was_made_for() -> None:
+    metadata = LoraMetadata(8, 1, torch.device("cpu"), max_columns=4, max_in=4)
+    with pytest.raises(ValueError, match="at most 8 tokens"):
+        metadata.update([], 9)
+    with pytest.raises(ValueError, match="in 1 segments"):
+        metadata.update([LoraSegment(0, 0, 1), LoraSegment(1, 1, 2)], 8)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 65, 300, 513, 5000])
+def test_tiles_cover_each_token_of_a_segment_once_within_the_capacity(num_tokens: int) -> None:
+    cuts = sorted({0, 1, num_tokens // 3, num_tokens // 3 + 1, num_tokens - 1, num_tokens})
+    segments = [LoraSegment(row, *pair) for row, pair in enumerate(itertools.pairwise(cuts))]
+    metadata = LoraMetadata(num_tokens, len(segments), torch.device("cpu"), max_columns=1, max_in=1, has_tiles=True)
+    metadata.update(segments, num_tokens)
+    rows = metadata.tiles[1 : 1 + int(metadata.tiles[0, 0])].tolist()
+    assert len(rows) <= tuning.num_tiles_of(num_tokens, len(segments))
+    owners = [(token, slot) for slot, start, end, _ in rows for token in range(start, end)]
+    assert owners == [(token, slot) for slot, start, end in segments for token in range(start, end)]
+
+
+def check_interpreted() -> None:
+    """The sweep on the CPU by Triton's interpreter; for a process started with TRITON_INTERPRET=1."""
+    from kernels import lora
+
+    # Both rows of tiles; the interpreter has no products of bfloat16.
+    for family, dtype in (("any", torch.float32), ("sm90", torch.float16)):
+        for name, group in sweep("cpu", dtype, has_tiles=True):
+            group.metadata.family = family
+            check(name, group, lora.lora_add_group_)
+
+
+@needs_triton
+def test_the_interpreted_kernels_equal_float64() -> None:
+    # A process of its own: Triton decides at import whether its functions are interpreted.
+    result = subprocess.run(
+        [sys.executable, "-c", "from tests.kernels.test_lora import check_interpreted; check_interpreted()"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_kernels_on_a_gpu_equal_float64_and_repeat_bit_for_bit(dtype: torch.dtype) -> None:
+    assert kernels.lora_add_group_ is not reference.lora_add_group_
+    for name, group in sweep("cuda", dtype):
+        check(name, group, kernels.lora_add_group_)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [33, 133])
+def test_a_captured_graph_follows_the_metadata(num_tokens: int) -> None:
+    ranks = [[16, 4], [0, 8], [64, 64], [16, 0]]
+    first = [LoraSegment(0, 0, 10), LoraSegment(2, 10, 30)]
+    second = [LoraSegment(3, 0, 3), LoraSegment(1, 5, 6), LoraSegment(2, 6, num_tokens)]
+    group = make_group(num_tokens, first, ranks, 64, 2048, (512, 768), dtype=torch.bfloat16, device="cuda")
+    group.metadata = LoraMetadata(num_tokens, 4, torch.device("cuda"), max_columns=128, max_in=2048)
+    group.metadata.update(first, num_tokens)
+    group.run(kernels.lora_add_group_)
+
+    output, graph = group.base.clone(), torch.cuda.CUDAGraph()
+    arguments = (
+        group.x,
+        group.lora_a,
+        group.lora_b,
+        group.ranks,
+        group.ranks.tolist(),
+        group.slice_ends,
+        group.metadata,
+    )
+    with torch.cuda.graph(graph):
+        kernels.lora_add_group_(output, *arguments)
+    replayed = []
+    for segments in (first, second, [], first):
+        group.metadata.update(segments, num_tokens)
+        output.copy_(group.base)
+        graph.replay()
+        replayed.append(output.clone())
+        assert torch.equal(replayed[-1], group.run(kernels.lora_add_group_))
+    assert torch.equal(replayed[0], replayed[3]) and torch.equal(replayed[2], group.base)
+    assert not torch.equal(replayed[0], replayed[1])
+
+
+@pytest.mark.gpu
+def test_launches_that_overlap_equal_those_that_do_not() -> None:
+    """Many calls back to back, each reading what the one before wrote: a missing wait would show."""
+    from kernels.lora import lora_add_group_with_tiles_
+
+    segments = [LoraSegment(row, row, row + 1) for row in range(16)]
+    group = make_group(16, segments, [[16, 16]] * 16, 16, 4096, (4096, 8192), dtype=torch.bfloat16, device="cuda")
+    shrink = tuning.shrink_tile(group.metadata.family, "decode", 16, 4096)
+    expand = tuning.expand_tile(group.metadata.family, "decode", 16, 8192)
+    outputs = []
+    for is_overlapped in (False, True, True):
+        first, second = group.x.clone(), group.base.clone()
+        group.metadata.scratch.fill_(torch.nan)
+        for _ in range(50):
+            for output, x in ((second, first), (first.repeat(1, 2), second[:, :4096])):
+                lora_add_group_with_tiles_(output, x, group.lora_a, group.lora_b, group.ranks, group.slice_ends,
+                                           group.metadata, shrink, expand, is_overlapped=is_overlapped)  # fmt: skip
+            first.copy_(second[:, :4096]).div_(second[:, :4096].abs().max())
+            second.copy_(group.base)
+        outputs.append(first)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[1], outputs[2])
