@@ -41,10 +41,10 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        message = f"{text!r} is not JSON ({error}); write for example '{{\"audio\": 1}}'"
+        message = f"{text!r} is not JSON ({error}); write an object such as '{{\"audio\": …}}'"
         raise argparse.ArgumentTypeError(message) from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is JSON but not an object; write for example '{{\"audio\": 1}}'")
+        raise argparse.ArgumentTypeError(f"{text!r} is JSON but not an object; write '{{\"audio\": …}}'")
     return value
 
 

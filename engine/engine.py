@@ -29,7 +29,7 @@ from engine.audio import AudioFrontend
 from engine.block_pool import BlockPool
 from engine.config import EMBEDDED_ASSETS, EMBEDDED_MODEL, EngineConfig, LoRAModule
 from engine.encoder_cache import EncoderCache
-from engine.errors import InvalidRequest
+from engine.errors import AppError, InvalidRequest
 from engine.graphs import DecodeGraphs
 from engine.intake import Intake, Limits
 from engine.kv_cache import KVCache
@@ -245,7 +245,7 @@ class Engine:
                     f"The model {self.model_names[0]!r} does not use {name}; leave it out.", param=name
                 )
         question = TextPart(self.base.architecture.transcription_request)
-        return ChatPrompt([Message("user", [audio, question])])
+        return ChatPrompt([Message("user", [audio, question])], is_transcript=True)
 
     def stats(self) -> EngineStats:
         """A snapshot; numbers are those of the latest finished step."""
@@ -306,12 +306,16 @@ class Engine:
 
     def _fit_context(self, cache: KVCache) -> int:
         capacity = (cache.num_blocks - 1) * cache.block_size
-        wanted = self.config.max_model_len
+        wanted, limit = self.config.max_model_len, self._model_limit()
         if wanted is None:
-            limit = self._model_limit()
             if capacity < limit:
                 logger.warning("event=context_shortened max_model_len=%d model_limit=%d", capacity, limit)
             return min(capacity, limit)
+        if wanted > limit:
+            raise InvalidRequest(
+                f"--max-model-len is {wanted}, but the model was made for {limit} tokens; lower it, or leave it out.",
+                param="max_model_len",
+            )
         if wanted > capacity:
             raise InvalidRequest(
                 f"--max-model-len is {wanted}, but the KV cache holds {capacity} tokens; lower it, or raise "
@@ -383,13 +387,21 @@ class Engine:
 
         self._loop.call(collect)
 
+    def _load_named(self, setting: str, module: LoRAModule) -> None:
+        """Load an adapter that a setting names; faults say which setting it was."""
+        try:
+            self.adapters.load(module.name, module.path, load_inplace=True, base_model_name=module.base_model_name)
+        except AppError as error:
+            error.message = f"{setting}: {error.message}"
+            raise
+
     def _load_adapters(self) -> None:
         config = self.config
         if not config.enable_lora:
             return
         self.adapters.restore()
         for module in config.lora_modules:
-            self.adapters.load(module.name, module.path, load_inplace=True, base_model_name=module.base_model_name)
+            self._load_named(f"--lora-modules {module.name}={module.path}", module)
         for modality, name in (config.default_mm_loras or {}).items():
             if modality not in self.modalities:
                 takes = ", ".join(sorted(self.modalities)) or "no media"
@@ -398,7 +410,8 @@ class Engine:
                 )
             if not self.adapters.contains(name):
                 # A path or id, as in vLLM: it becomes an adapter under the modality's name.
-                self.adapters.load(modality, name, load_inplace=True)
+                setting = f"--default-mm-loras {modality}={name} (no adapter has that name)"
+                self._load_named(setting, LoRAModule(modality, name))
                 name = modality
             self.adapters.pin(name, True)
             self.default_mm_loras[modality] = name

@@ -11,18 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from adapters.errors import AdapterNotFound
 from engine.audio import AudioFrontend
-from engine.errors import ContextTooLong, InvalidRequest, MediaError
+from engine.errors import ContextTooLong, InvalidRequest, MediaError, ModelNotFound
 from engine.media import decode_audio
 from engine.prompt import BuiltPrompt, PromptBuilder, media_parts
 from engine.request import AudioPart, ImagePart, Prompt, Receipt, SamplingParams
-from engine.routing import choose_route
+from engine.routing import Route, choose_route
 from engine.sampler import check_logit_bias
 from engine.state import EngineRequest, MediaInput
 
 if TYPE_CHECKING:
     from adapters.generation import GenerationHandle
     from adapters.manager import AdapterManager
+
+
+_TRANSCRIPT_MARGIN = 32
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Intake:
         handle, receipt = self._route(model, lora, {"audio"} if media else set())
         try:
             built = self._builder.build(prompt, media)
-            max_tokens = self._max_tokens(sampling, len(built.token_ids))
+            max_tokens = self._max_tokens(sampling, built, getattr(prompt, "is_transcript", False))
             base_id = request_id or uuid.uuid4().hex
             requests = []
             for index in range(n):
@@ -160,10 +164,26 @@ class Intake:
         if route.name is None:
             return None, Receipt(None, None, route.reason)
         assert adapters is not None
-        handle = adapters.acquire(route.name)
+        handle = self._acquire(adapters, route)
         return handle, Receipt(route.name, handle.generation.digest, route.reason, load_ms=handle.load_ms)
 
-    def _max_tokens(self, sampling: SamplingParams, prompt_len: int) -> int:
+    def _acquire(self, adapters: AdapterManager, route: Route) -> GenerationHandle:
+        """Borrow the route's adapter; a default that is gone is an error of its own, never the base model's answer."""
+        assert route.name is not None
+        try:
+            return adapters.acquire(route.name)
+        except AdapterNotFound:
+            if route.reason == "explicit":
+                raise
+            modality = route.reason.partition(":")[2].replace("+", " and ")
+            raise ModelNotFound(
+                f"The default adapter for {modality}, {route.name!r}, is not loaded; load it again, or ask with "
+                "lora none for the base model.",
+                param="lora",
+            ) from None
+
+    def _max_tokens(self, sampling: SamplingParams, built: BuiltPrompt, is_transcript: bool) -> int:
+        prompt_len = len(built.token_ids)
         room = self._limits.max_model_len - prompt_len
         if room < 1 or (sampling.max_tokens or 1) > room:
             wanted = f" and max_tokens is {sampling.max_tokens}" if sampling.max_tokens else ""
@@ -172,6 +192,9 @@ class Intake:
                 "shorten the prompt or lower max_tokens.",
                 param="messages" if room < 1 else "max_tokens",
             )
+        if sampling.max_tokens is None and is_transcript:
+            # Ten placeholders stand for a second or less; nobody speaks as many tokens.
+            return min(room, _TRANSCRIPT_MARGIN + sum(span.media.num_tokens for span in built.spans))
         return sampling.max_tokens or room
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.answer import Answer
-from engine.config import EngineConfig
+from engine.config import EMBEDDED_MODEL, EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.request import (
@@ -38,7 +38,7 @@ class LLM:
     """A base model with adapters, for use inside a program.
 
     Args:
-        model: Hugging Face id or folder.
+        model: Hugging Face id or folder; the embedded model where it is left out.
         settings: any field of `EngineConfig`, by name, such as `max_lora_rank=64` or `default_mm_loras={"audio": …}`.
 
     Raises:
@@ -46,7 +46,7 @@ class LLM:
         AppError: the model or an adapter cannot be served.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str = str(EMBEDDED_MODEL), **settings: Any) -> None:
         known = {field.name for field in dataclasses.fields(EngineConfig)}
         unknown = sorted(set(settings) - known)
         if unknown:

@@ -144,6 +144,7 @@ def load_model(
         )
     if load_format not in ("auto", "dummy"):
         raise InvalidRequest(f"--load-format is {load_format!r}, but must be auto or dummy.", param="load_format")
+    _check_path(path, gguf_file)
     target = _pick_device(device)
     with _plain_errors(path):
         config = AutoConfig.from_pretrained(path, **_gguf(gguf_file))
@@ -175,6 +176,15 @@ def load_model(
             )
     name = Path(path).name if Path(path).exists() else path
     return BaseModel(model.eval().requires_grad_(False).to(target), architecture, name)
+
+
+def _check_path(path: str, gguf_file: str | None) -> None:
+    """What looks like a path of this machine must be one; a hub id is left to transformers."""
+    folder = Path(path).expanduser()
+    if path.startswith((".", "~", "/", "\\")) and not folder.is_dir():
+        raise InvalidRequest(f"--model {path}: there is no such folder.", param="model")
+    if gguf_file and folder.is_dir() and not (folder / gguf_file).is_file():
+        raise InvalidRequest(f"--gguf-file {gguf_file}: the model's folder has no such file.", param="gguf_file")
 
 
 def _gguf(gguf_file: str | None) -> dict[str, str]:

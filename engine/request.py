@@ -63,12 +63,14 @@ class ChatPrompt:
     """Messages that the model's chat template turns into text.
 
     `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the last message open instead.
+    `is_transcript` bounds an answer without `max_tokens` by the length of the audio, so that silence does not run on.
     """
 
     messages: Sequence[Message]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    is_transcript: bool = False
 
 
 @dataclass(frozen=True)

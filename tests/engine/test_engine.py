@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 from adapters.errors import AdapterNotFound
 from engine import LLM, Engine, EngineConfig, LoRARequest, SamplingParams
 from engine.answer import Answer
-from engine.errors import ContextTooLong, EngineFault, InvalidRequest, ModelNotFound, UnsupportedModel
+from engine.config import LoRAModule
+from engine.errors import AppError, ContextTooLong, EngineFault, InvalidRequest, ModelNotFound, UnsupportedModel
 from engine.request import AudioPart, ChatPrompt, Delta, Message, TextPart, TextPrompt, TokenPrompt
 from tests.oracles import make_adapter, make_model, random_ids, tone
 
@@ -325,8 +328,6 @@ def test_architectures_that_are_not_listed_are_refused_by_name(tmp_path: Path) -
 
 def test_ropes_that_follow_the_longest_neighbour_are_refused(tmp_path: Path) -> None:
     folder = make_model(LLAMA, tmp_path / "model")
-    import json
-
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
@@ -341,7 +342,6 @@ def test_ropes_that_follow_the_longest_neighbour_are_refused(tmp_path: Path) -> 
         ({"max_loras": 0, "max_cpu_loras": 4}, "--max-loras is 0"),
         ({"dtype": "int3"}, "--dtype is 'int3'"),
         ({"quantization": "awq"}, "not served yet"),
-        ({"max_model_len": 10**9}, "--kv-cache-memory-mb"),
         ({"default_mm_loras": {"audio": "x"}}, "the model takes no media"),
         ({"enable_lora": False, "default_mm_loras": {"audio": "x"}}, "--no-enable-lora"),
     ],
@@ -364,6 +364,24 @@ def test_dummy_weights_need_only_a_config(llama_dir: Path, tmp_path: Path) -> No
         (tmp_path / name).write_bytes((llama_dir / name).read_bytes())
     engine = Engine(EngineConfig(model=str(tmp_path), load_format="dummy", adapter_dir=str(tmp_path / "x")))
     assert len(run(one(engine, TokenPrompt([1, 2, 3])))[1]) == 12
+    engine.close()
+
+
+def test_a_context_that_the_cache_cannot_hold_is_refused_or_shortened(llama_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((llama_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100_000}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((llama_dir / name).read_bytes())
+    settings = {
+        "model": str(tmp_path),
+        "load_format": "dummy",
+        "kv_cache_memory_mb": 1,
+        "adapter_dir": str(tmp_path / "x"),
+    }
+    with pytest.raises(InvalidRequest, match="--kv-cache-memory-mb"):
+        Engine(EngineConfig(**settings, max_model_len=50_000))
+    engine = Engine(EngineConfig(**settings))
+    assert 1000 < engine.max_model_len < 5000
     engine.close()
 
 
@@ -450,3 +468,52 @@ next(iter(answers[0]))
     root = Path(__file__).resolve().parents[2]
     ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+# What start-up and answers say
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"model": "/no/such/folder"}, "--model /no/such/folder: there is no such folder"),
+        ({"gguf_file": "x.gguf"}, "--gguf-file x.gguf: the model's folder has no such file"),
+        ({"max_model_len": 513}, "--max-model-len is 513, but the model was made for 512 tokens"),
+        ({"lora_modules": [LoRAModule("sql", "/none")]}, "--lora-modules sql=/none: .*no folder was found"),
+        ({"default_mm_loras": {"audio": "nope"}}, r"--default-mm-loras audio=nope \(no adapter has that name\)"),
+    ],
+)
+def test_start_up_faults_name_the_setting(
+    speech_dir: Path, tmp_path: Path, settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(AppError) as caught:
+        Engine(EngineConfig(**{"model": str(speech_dir), "adapter_dir": str(tmp_path), **settings}))
+    assert re.search(match, caught.value.message), caught.value.message
+
+
+def test_a_default_that_is_gone_is_named_and_never_answered_by_the_base(
+    speech_dir: Path, speech_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = Engine(
+        EngineConfig(
+            model=str(speech_dir), lora_modules=[LoRAModule("speech", str(speech_adapters["speech"]))],
+            default_mm_loras={"audio": "speech"}, adapter_dir=str(tmp_path),
+        )
+    )  # fmt: skip
+    try:
+        engine.adapters.unload("speech")
+        with pytest.raises(ModelNotFound, match="default adapter for audio, 'speech', is not loaded; load it again"):
+            one(engine, audio_chat(tone(0.5)))
+        assert one(engine, audio_chat(tone(0.5)), lora="none").receipt.reason == "opt-out"
+        with pytest.raises(ModelNotFound, match="The adapter 'speech' does not exist"):
+            one(engine, audio_chat(tone(0.5)), lora="speech")
+    finally:
+        engine.close()
+
+
+def test_a_transcript_is_bounded_by_the_length_of_the_audio(tiny_engine: Engine) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    for seconds in (0.5, 3.0):
+        answer = one(tiny_engine, tiny_engine.transcription_prompt(AudioPart((tone(seconds), 16_000))), sampling)
+        run(answer)
+        assert answer.num_output_tokens == 32 + answer.prompt_token_ids.count(260)
