@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.media import AudioClip
 from engine.state import MediaInput
+
+SILENCE_PEAK = 1e-3
+"""Clips whose samples all stay below this (-60 dB of full scale) hold nothing to hear; a quiet room is louder."""
 
 
 class AudioFrontend:
@@ -36,4 +40,5 @@ class AudioFrontend:
     def prepare(self, clip: AudioClip) -> MediaInput:
         """Log-mel features of one clip, computed alone: padding to a longer one would change them."""
         features: torch.Tensor = self._extractor(torch.from_numpy(clip.samples)[None])["input_features"]
-        return MediaInput(clip.digest, features, self.num_tokens(len(clip.samples)))
+        is_silent = bool(np.abs(clip.samples).max() < SILENCE_PEAK)
+        return MediaInput(clip.digest, features, self.num_tokens(len(clip.samples)), is_silent)

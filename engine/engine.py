@@ -10,15 +10,11 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import os
-import sys
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import torch
 
 from adapters.hub import locate_adapter
 from adapters.manager import AdapterManager
@@ -27,27 +23,27 @@ from engine.answer import Answer
 from engine.attention import bind_attention
 from engine.audio import AudioFrontend
 from engine.block_pool import BlockPool
-from engine.config import EMBEDDED_ASSETS, EMBEDDED_MODEL, EngineConfig, LoRAModule
+from engine.config import EngineConfig, LoRAModule
 from engine.encoder_cache import EncoderCache
 from engine.errors import AppError, InvalidRequest
 from engine.graphs import DecodeGraphs
 from engine.intake import Intake, Limits
-from engine.kv_cache import KVCache
 from engine.loop import EngineLoop
 from engine.lora_layers import LoraBuffers
-from engine.model import BaseModel, load_model
+from engine.model import load_model
 from engine.prompt import PromptBuilder
-from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPart
+from engine.request import AudioPart, ChatPrompt, Delta, Message, Prompt, SamplingParams, TextPart
 from engine.routing import RESERVED_NAMES
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
+from engine.setup import check_settings, fit_context, lora_dtype, make_cache, user_data_dir, with_embedded_defaults
+from engine.state import EngineRequest
 from engine.tokenizer import eos_token_ids, load_processor, load_tokenizer
 from kernels import LoraMetadata
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_KV_MB = 1024
 _NUM_INTAKE_THREADS = 16
 
 
@@ -98,8 +94,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, checks_integrity: bool = False) -> None:
         self.started_at = time.time()
-        self.config = config = _with_embedded_defaults(config)
-        _check(config)
+        self.config = config = with_embedded_defaults(config)
+        check_settings(config)
         self.base = load_model(
             config.model,
             load_format=config.load_format,
@@ -116,8 +112,8 @@ class Engine:
         audio = AudioFrontend(processor) if "audio" in self.modalities else None
         chat_template = self.tokenizer.chat_template or getattr(processor, "chat_template", None)
 
-        cache = self._make_cache()
-        self.max_model_len = self._fit_context(cache)
+        cache = make_cache(config, self.base)
+        self.max_model_len = fit_context(config, self.base, cache)
         attention_step = bind_attention(self.base.decoder, cache)
         lora_metadata = self._make_lora_metadata() if config.enable_lora else {}
         self._encoder_cache = EncoderCache(config.encoder_cache_mb * 2**20)
@@ -216,7 +212,10 @@ class Engine:
         answers = []
         for index, request in enumerate(requests):
             answer = Answer(request.request_id, request.receipt, request.prompt_token_ids, index)
-            self._loop.submit(request, answer)
+            if isinstance(prompt, ChatPrompt) and prompt.is_transcript and _is_silent(request):
+                _answer_nothing(request, answer)
+            else:
+                self._loop.submit(request, answer)
             answers.append(answer)
         receipt = requests[0].receipt
         logger.info(
@@ -284,46 +283,6 @@ class Engine:
         self._intake_threads.shutdown(wait=False)
         _shut_down(self._loop, self.adapters, drain_s)
 
-    def _make_cache(self) -> KVCache:
-        """As many blocks as the settings allow, but no more than all requests could ever use."""
-        shape, block_size = self.base.kv_shape, self.config.block_size
-        num_bytes = (self.config.kv_cache_memory_mb or self._default_kv_mb()) * 2**20
-        num_blocks = num_bytes // (shape.bytes_per_token * block_size)
-        longest = self.config.max_model_len or self._model_limit()
-        most_useful = self.config.max_num_seqs * -(-longest // block_size)
-        num_blocks = max(2, min(num_blocks, most_useful) + 1)
-        return KVCache(shape, num_blocks, block_size, self.base.device)
-
-    def _default_kv_mb(self) -> int:
-        if self.base.device.type != "cuda":
-            return _DEFAULT_KV_MB
-        free, total = torch.cuda.mem_get_info(self.base.device)
-        reserved = int(total * (1 - self.config.gpu_memory_utilization))
-        return max(64, (free - reserved) // 2**20)
-
-    def _model_limit(self) -> int:
-        return int(getattr(self.base.text_config, "max_position_embeddings", 4096))
-
-    def _fit_context(self, cache: KVCache) -> int:
-        capacity = (cache.num_blocks - 1) * cache.block_size
-        wanted, limit = self.config.max_model_len, self._model_limit()
-        if wanted is None:
-            if capacity < limit:
-                logger.warning("event=context_shortened max_model_len=%d model_limit=%d", capacity, limit)
-            return min(capacity, limit)
-        if wanted > limit:
-            raise InvalidRequest(
-                f"--max-model-len is {wanted}, but the model was made for {limit} tokens; lower it, or leave it out.",
-                param="max_model_len",
-            )
-        if wanted > capacity:
-            raise InvalidRequest(
-                f"--max-model-len is {wanted}, but the KV cache holds {capacity} tokens; lower it, or raise "
-                "--kv-cache-memory-mb.",
-                param="max_model_len",
-            )
-        return wanted
-
     def _make_lora_metadata(self) -> dict[str, LoraMetadata]:
         """What says which tokens use which adapter, for each part of the model.
 
@@ -349,7 +308,7 @@ class Engine:
         config = self.config
         surface = self.base.surface(
             max_lora_rank=config.max_lora_rank,
-            lora_dtype=_lora_dtype(config.lora_dtype, self.base),
+            lora_dtype=lora_dtype(config.lora_dtype, self.base),
             target_suffixes=tuple(config.lora_target_modules),
         )
         if config.enable_lora:
@@ -362,7 +321,7 @@ class Engine:
             self._slots = SlotPool(config.max_loras, buffers)
         adapters = AdapterManager(
             surface,
-            adapter_dir=Path(config.adapter_dir) if config.adapter_dir else _user_data_dir(),
+            adapter_dir=Path(config.adapter_dir) if config.adapter_dir else user_data_dir(),
             max_cpu_loras=config.max_cpu_loras,
             on_retire=_weakly(self._retire),
             reserved_names={*self.model_names, *RESERVED_NAMES},
@@ -417,6 +376,18 @@ class Engine:
             self.default_mm_loras[modality] = name
 
 
+def _is_silent(request: EngineRequest) -> bool:
+    return all(span.media.is_silent for span in request.spans)
+
+
+def _answer_nothing(request: EngineRequest, answer: Answer) -> None:
+    """The transcript of silence is empty; a model would make something up."""
+    if request.handle is not None:
+        request.handle.release()
+    answer.put(Delta(receipt=request.receipt))
+    answer.put(Delta(finish_reason="stop"))
+
+
 def _weakly(method: Callable[[str], None]) -> Callable[[str], None]:
     """A bound method that does not keep its object alive; calls after the object's end do nothing."""
     reference = weakref.WeakMethod(method)
@@ -432,55 +403,6 @@ def _weakly(method: Callable[[str], None]) -> Callable[[str], None]:
 def _shut_down(loop: EngineLoop, adapters: AdapterManager, drain_s: float) -> None:
     loop.close(drain_s)
     adapters.close()
-
-
-def _check(config: EngineConfig) -> None:
-    """Refuse settings that contradict each other."""
-    if config.max_cpu_loras < config.max_loras:
-        raise InvalidRequest(
-            f"--max-cpu-loras is {config.max_cpu_loras}, but must be at least --max-loras, which is {config.max_loras}.",
-            param="max_cpu_loras",
-        )
-    for name in ("max_loras", "max_lora_rank", "max_num_seqs", "max_num_batched_tokens", "block_size"):
-        if getattr(config, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise InvalidRequest(f"{flag} is {getattr(config, name)}, but must be 1 or more.", param=name)
-    if not config.enable_lora and (config.lora_modules or config.default_mm_loras):
-        raise InvalidRequest(
-            "Adapters are named although --no-enable-lora switches them off; leave one of the two out.",
-            param="enable_lora",
-        )
-
-
-def _with_embedded_defaults(config: EngineConfig) -> EngineConfig:
-    """With the embedded model, its adapters and the audio default come by themselves; what is named wins."""
-    if Path(config.model).resolve() != EMBEDDED_MODEL or not config.enable_lora:
-        return config
-    named = {module.name for module in config.lora_modules}
-    folders = [path.parent for path in sorted((EMBEDDED_ASSETS / "adapters").glob("*/adapter_config.json"))]
-    embedded = [LoRAModule(folder.name, str(folder)) for folder in folders if folder.name not in named]
-    defaults = {"audio": "speech"} if config.default_mm_loras is None else config.default_mm_loras
-    return dataclasses.replace(config, lora_modules=[*embedded, *config.lora_modules], default_mm_loras=defaults)
-
-
-def _lora_dtype(name: str, base: BaseModel) -> torch.dtype:
-    if name == "auto" or getattr(torch, name, None) is base.dtype:
-        return base.dtype
-    raise InvalidRequest(
-        f"--lora-dtype is {name!r}, but adapters are computed in the model's type, {str(base.dtype)[6:]}; use auto.",
-        param="lora_dtype",
-    )
-
-
-def _user_data_dir() -> Path:
-    """Where this user's applications keep data: XDG on Linux, Library on macOS, AppData on Windows."""
-    if sys.platform == "darwin":
-        root = Path.home() / "Library" / "Application Support"
-    elif sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        root = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    return root / "switchboard"
 
 
 __all__ = ["Engine", "EngineStats"]

@@ -62,6 +62,11 @@ class BaseModel:
         return int(self._embedding.weight.shape[0])
 
     @property
+    def max_positions(self) -> int:
+        """Longest context that the model was made for, in tokens."""
+        return int(getattr(self.text_config, "max_position_embeddings", 4096))
+
+    @property
     def max_in_features(self) -> int:
         """Input columns of the widest linear of the decoder and head."""
         modules = [*self.decoder.modules(), self._lm_head]

@@ -31,11 +31,13 @@ class MediaInput:
         digest: content digest of the decoded media and of the preprocessing.
         features: what the tower takes, [1, E, F] float32 for audio.
         num_tokens: placeholders that it fills in the prompt.
+        is_silent: whether there is nothing in it to hear.
     """
 
     digest: str
     features: torch.Tensor
     num_tokens: int
+    is_silent: bool = False
 
 
 @dataclass(frozen=True)

@@ -517,3 +517,13 @@ def test_a_transcript_is_bounded_by_the_length_of_the_audio(tiny_engine: Engine)
         answer = one(tiny_engine, tiny_engine.transcription_prompt(AudioPart((tone(seconds), 16_000))), sampling)
         run(answer)
         assert answer.num_output_tokens == 32 + answer.prompt_token_ids.count(260)
+
+
+def test_the_transcript_of_silence_is_empty_and_holds_nothing(tiny_engine: Engine) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=None)
+    silence = AudioPart((np.zeros(48_000, np.float32), 16_000))
+    answer = one(tiny_engine, tiny_engine.transcription_prompt(silence), sampling)
+    assert run(answer) == ("", []) and answer.finish_reason == "stop" and answer.receipt.reason == "default:audio"
+    tiny_engine.adapters.check_integrity()
+    heard = one(tiny_engine, tiny_engine.transcription_prompt(AudioPart((tone(0.5), 16_000))), sampling)
+    assert run(heard)[1]

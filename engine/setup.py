@@ -1,0 +1,117 @@
+"""What follows from the settings before anything is built: defaults of the embedded model, contradictions, sizes.
+
+Functions of the settings and the loaded model, without state. Called by `engine/engine`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from engine.config import EMBEDDED_ASSETS, EMBEDDED_MODEL, EngineConfig, LoRAModule
+from engine.errors import InvalidRequest
+from engine.kv_cache import KVCache
+from engine.model import BaseModel
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_KV_MB = 1024
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Refuse settings that contradict each other."""
+    if config.max_cpu_loras < config.max_loras:
+        raise InvalidRequest(
+            f"--max-cpu-loras is {config.max_cpu_loras}, but must be at least --max-loras, which is {config.max_loras}.",
+            param="max_cpu_loras",
+        )
+    for name in ("max_loras", "max_lora_rank", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        if getattr(config, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise InvalidRequest(f"{flag} is {getattr(config, name)}, but must be 1 or more.", param=name)
+    if not config.enable_lora and (config.lora_modules or config.default_mm_loras):
+        raise InvalidRequest(
+            "Adapters are named although --no-enable-lora switches them off; leave one of the two out.",
+            param="enable_lora",
+        )
+
+
+def with_embedded_defaults(config: EngineConfig) -> EngineConfig:
+    """With the embedded model, its adapters and the audio default come by themselves; what is named wins."""
+    if Path(config.model).resolve() != EMBEDDED_MODEL or not config.enable_lora:
+        return config
+    named = {module.name for module in config.lora_modules}
+    folders = [path.parent for path in sorted((EMBEDDED_ASSETS / "adapters").glob("*/adapter_config.json"))]
+    embedded = [LoRAModule(folder.name, str(folder)) for folder in folders if folder.name not in named]
+    defaults = {"audio": "speech"} if config.default_mm_loras is None else config.default_mm_loras
+    return dataclasses.replace(config, lora_modules=[*embedded, *config.lora_modules], default_mm_loras=defaults)
+
+
+def lora_dtype(name: str, base: BaseModel) -> torch.dtype:
+    """The type of adapters' weights: the model's own, and nothing else."""
+    if name == "auto" or getattr(torch, name, None) is base.dtype:
+        return base.dtype
+    raise InvalidRequest(
+        f"--lora-dtype is {name!r}, but adapters are computed in the model's type, {str(base.dtype)[6:]}; use auto.",
+        param="lora_dtype",
+    )
+
+
+def make_cache(config: EngineConfig, base: BaseModel) -> KVCache:
+    """As many KV blocks as the settings allow, but no more than all requests could ever use."""
+    shape, block_size = base.kv_shape, config.block_size
+    num_bytes = (config.kv_cache_memory_mb or _default_kv_mb(config, base)) * 2**20
+    num_blocks = num_bytes // (shape.bytes_per_token * block_size)
+    longest = config.max_model_len or base.max_positions
+    most_useful = config.max_num_seqs * -(-longest // block_size)
+    return KVCache(shape, max(2, min(num_blocks, most_useful) + 1), block_size, base.device)
+
+
+def fit_context(config: EngineConfig, base: BaseModel, cache: KVCache) -> int:
+    """The context's length in tokens: what was asked for, else the model's own, shortened to what the cache holds.
+
+    Raises:
+        InvalidRequest: the model or the cache cannot hold what was asked for.
+    """
+    capacity = (cache.num_blocks - 1) * cache.block_size
+    wanted, limit = config.max_model_len, base.max_positions
+    if wanted is None:
+        if capacity < limit:
+            logger.warning("event=context_shortened max_model_len=%d model_limit=%d", capacity, limit)
+        return min(capacity, limit)
+    if wanted > limit:
+        raise InvalidRequest(
+            f"--max-model-len is {wanted}, but the model was made for {limit} tokens; lower it, or leave it out.",
+            param="max_model_len",
+        )
+    if wanted > capacity:
+        raise InvalidRequest(
+            f"--max-model-len is {wanted}, but the KV cache holds {capacity} tokens; lower it, or raise "
+            "--kv-cache-memory-mb.",
+            param="max_model_len",
+        )
+    return wanted
+
+
+def _default_kv_mb(config: EngineConfig, base: BaseModel) -> int:
+    if base.device.type != "cuda":
+        return _DEFAULT_KV_MB
+    free, total = torch.cuda.mem_get_info(base.device)
+    reserved = int(total * (1 - config.gpu_memory_utilization))
+    return int(max(64, (free - reserved) // 2**20))
+
+
+def user_data_dir() -> Path:
+    """Where this user's applications keep data: XDG on Linux, Library on macOS, AppData on Windows."""
+    if sys.platform == "darwin":
+        root = Path.home() / "Library" / "Application Support"
+    elif sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        root = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    return root / "switchboard"
