@@ -41,6 +41,17 @@ class _Pieces(Protocol):
     def flush(self) -> str: ...
 
 
+class DecodingTable:
+    """What decoding needs of a tokenizer, worked out once: some have thousands of special tokens."""
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self.backend: _Backend = tokenizer.backend_tokenizer
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.decoder_kinds = _decoder_kinds(self.backend.decoder)
+        self.byte_of_character = _byte_of_character()
+
+
 class Detokenizer:
     """Decodes one answer's ids as they come.
 
@@ -49,18 +60,13 @@ class Detokenizer:
     answer is. Ids that the tokenizer does not know add no text.
     """
 
-    def __init__(self, tokenizer: FastTokenizer, *, skip_special_tokens: bool = True) -> None:
-        backend: _Backend = tokenizer.backend_tokenizer
-        self._skipped_ids: frozenset[int] = frozenset()
-        if skip_special_tokens:
-            added = backend.get_added_tokens_decoder()
-            self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        kinds = _decoder_kinds(backend.decoder)
+    def __init__(self, table: DecodingTable, *, skip_special_tokens: bool = True) -> None:
+        self._skipped_ids = table.special_ids if skip_special_tokens else frozenset[int]()
         self._pieces: _Pieces
-        if kinds == ["ByteLevel"]:
-            self._pieces = _ByteLevelPieces(backend.id_to_token)
+        if table.decoder_kinds == ["ByteLevel"]:
+            self._pieces = _ByteLevelPieces(table.backend.id_to_token, table.byte_of_character)
         else:
-            self._pieces = _WindowPieces(backend, has_byte_tokens="ByteFallback" in kinds)
+            self._pieces = _WindowPieces(table.backend, has_byte_tokens="ByteFallback" in table.decoder_kinds)
 
     def push(self, token_id: int) -> str:
         """Take the next id; return the text that became certain, often the token's, sometimes none."""
@@ -74,9 +80,9 @@ class Detokenizer:
 class _ByteLevelPieces:
     """GPT-2's byte-level BPE: each character of a token stands for one byte, so a UTF-8 stream decoder is exact."""
 
-    def __init__(self, id_to_token: Callable[[int], str | None]) -> None:
+    def __init__(self, id_to_token: Callable[[int], str | None], byte_of_character: dict[str, int]) -> None:
         self._id_to_token = id_to_token
-        self._byte_of = _byte_of_character()
+        self._byte_of = byte_of_character
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:

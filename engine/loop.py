@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from engine.answer import Answer
-from engine.detokenizer import Detokenizer, FastTokenizer, StopMatcher
+from engine.detokenizer import DecodingTable, Detokenizer, FastTokenizer, StopMatcher
 from engine.errors import AppError, EngineClosed, EngineFault
 from engine.kv_cache import KVCache
 from engine.request import Delta, FinishReason, TokenLogprob
@@ -58,7 +58,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._cache = cache
-        self._tokenizer = tokenizer
+        self._decoding = DecodingTable(tokenizer)
         self._checks_integrity = checks_integrity
         self._states: dict[str, RequestState] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -95,7 +95,7 @@ class EngineLoop:
                 prompt_token_ids=request.prompt_token_ids,
                 output_token_ids=output_token_ids,
             ),
-            detokenizer=Detokenizer(self._tokenizer, skip_special_tokens=sampling.skip_special_tokens),
+            detokenizer=Detokenizer(self._decoding, skip_special_tokens=sampling.skip_special_tokens),
             stop_matcher=StopMatcher(tuple(sampling.stop), include_stop=sampling.include_stop_str_in_output),
             token_ids=list(request.prompt_token_ids),
             output_token_ids=output_token_ids,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from engine.detokenizer import Detokenizer, StopMatcher
+from engine.detokenizer import DecodingTable, Detokenizer, StopMatcher
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. Hello, world!  Two spaces, a\ttab and\na line.",
@@ -92,7 +92,7 @@ BYTE_TOKENIZERS = {kind: wrap(kind()) for kind in (byte_level, byte_fallback)}
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerFast, ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    detokenizer = Detokenizer(DecodingTable(tokenizer), skip_special_tokens=skip_special_tokens)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -155,7 +155,7 @@ def test_the_byte_fixtures_really_split_characters() -> None:
 
 def test_text_is_not_delayed_where_it_is_certain() -> None:
     tokenizer = BYTE_TOKENIZERS[byte_level]
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(DecodingTable(tokenizer))
     ids = [tokenizer.convert_tokens_to_ids("a"), *tokenizer.encode("👍c", add_special_tokens=False)]
     assert [detokenizer.push(token_id) for token_id in ids] == ["a", "", "", "", "👍", "c"]
     assert detokenizer.flush() == ""
