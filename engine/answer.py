@@ -38,9 +38,9 @@ class Answer:
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._is_over = False
         self._is_aborted = False
-        self._on_abort: Callable[[str], None] | None = None
+        self._on_abort: Callable[[], object] | None = None
 
-    def bind_abort(self, on_abort: Callable[[str], None]) -> None:
+    def bind_abort(self, on_abort: Callable[[], object]) -> None:
         """Set what `abort` calls; done by the loop at submission."""
         self._on_abort = on_abort
 
@@ -65,7 +65,7 @@ class Answer:
         """Stop generating; what the request holds is free within a step. Thread-safe, and harmless when it has ended."""
         if not self._is_over and not self._is_aborted and self._on_abort is not None:
             self._is_aborted = True
-            self._on_abort(self.request_id)
+            self._on_abort()
 
     async def aclose(self) -> None:
         """Abort unless the answer has ended."""

@@ -25,7 +25,7 @@ from engine.audio import AudioFrontend
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig, LoRAModule
 from engine.encoder_cache import EncoderCache
-from engine.errors import AppError, InvalidRequest
+from engine.errors import AppError, EngineClosed, InvalidRequest
 from engine.graphs import DecodeGraphs
 from engine.intake import Intake, Limits
 from engine.loop import EngineLoop
@@ -94,6 +94,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, checks_integrity: bool = False) -> None:
         self.started_at = time.time()
+        self._is_closed = False
         self.config = config = with_embedded_defaults(config)
         check_settings(config)
         self.base = load_model(
@@ -132,7 +133,7 @@ class Engine:
         graphs = None
         if self.base.device.type == "cuda" and not config.enforce_eager:
             graphs = DecodeGraphs(
-                self.base, attention_step, lora_metadata, max_num_seqs=config.max_num_seqs,
+                self.base, attention_step, lora_metadata, max_num_seqs=self._scheduler.max_num_seqs,
                 max_blocks=-(-self.max_model_len // config.block_size), block_size=config.block_size,
             )  # fmt: skip
             graphs.record()
@@ -182,6 +183,7 @@ class Engine:
         n: int = 1,
     ) -> list[Answer]:
         """Like `start_sync`, with the blocking part on a worker thread."""
+        self._check_open()
         start = functools.partial(self.start_sync, prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
         return await asyncio.get_running_loop().run_in_executor(self._intake_threads, start)
 
@@ -208,21 +210,34 @@ class Engine:
         Raises:
             AppError: the request cannot be served as asked.
         """
+        self._check_open()
         requests, _ = self._intake.prepare(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
-        answers = []
-        for index, request in enumerate(requests):
-            answer = Answer(request.request_id, request.receipt, request.prompt_token_ids, index)
-            if isinstance(prompt, ChatPrompt) and prompt.is_transcript and _is_silent(request):
-                _answer_nothing(request, answer)
-            else:
-                self._loop.submit(request, answer)
-            answers.append(answer)
+        answers: list[Answer] = []
+        try:
+            for index, request in enumerate(requests):
+                answer = Answer(request.request_id, request.receipt, request.prompt_token_ids, index)
+                if isinstance(prompt, ChatPrompt) and prompt.is_transcript and _is_silent(request):
+                    _answer_nothing(request, answer)
+                else:
+                    self._loop.submit(request, answer)
+                answers.append(answer)
+        except BaseException:
+            for answer in answers:
+                answer.abort()
+            for request in requests[len(answers) :]:
+                if request.handle is not None:
+                    request.handle.release()
+            raise
         receipt = requests[0].receipt
         logger.info(
             "event=request request=%s adapter=%s reason=%s prompt_tokens=%d",
             requests[0].request_id, receipt.name, receipt.reason, len(requests[0].prompt_token_ids),
         )  # fmt: skip
         return answers
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosed("The server is shutting down; try again later.")
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, media placeholders included."""
@@ -279,6 +294,7 @@ class Engine:
 
     def close(self, drain_s: float = 5.0) -> None:
         """Let answers under way end for `drain_s` seconds, cut off the rest, and stop."""
+        self._is_closed = True
         self._finalizer.detach()
         self._intake_threads.shutdown(wait=False)
         _shut_down(self._loop, self.adapters, drain_s)

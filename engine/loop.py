@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 from engine.answer import Answer
 from engine.detokenizer import DecodingTable, Detokenizer, FastTokenizer, StopMatcher
-from engine.errors import AppError, EngineClosed, EngineFault
+from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
 from engine.kv_cache import KVCache
 from engine.request import Delta, FinishReason, TokenLogprob
 from engine.runner import Runner
 from engine.sampler import INVALID_TOKEN, SamplerRow, make_generator
-from engine.scheduler import Plan, PlanItem, Scheduler
+from engine.scheduler import AdmissionFault, Plan, PlanItem, Scheduler
 from engine.state import EngineRequest, RequestState, Status
 
 logger = logging.getLogger(__name__)
@@ -100,15 +100,11 @@ class EngineLoop:
             token_ids=list(request.prompt_token_ids),
             output_token_ids=output_token_ids,
         )
-        answer.bind_abort(self.abort)
+        answer.bind_abort(lambda: self._post(lambda: self._abort(state)))
         if not self._post(lambda: self._accept(state)):
             if request.handle is not None:
                 request.handle.release()
             raise EngineClosed("The server is shutting down; try again later.")
-
-    def abort(self, request_id: str) -> None:
-        """End a request early; unknown ids are ignored. Thread-safe."""
-        self._post(lambda: self._abort(request_id))
 
     def call(self, action: Callable[[], None]) -> None:
         """Run something on the engine thread between two steps. Thread-safe; ignored while shutting down."""
@@ -168,13 +164,16 @@ class EngineLoop:
             self._scheduler.add(state)
             self._fail(state, EngineClosed("The server is shutting down; try again later."))
             return
-        assert state.request.request_id not in self._states, "request ids are unique"
+        if state.request.request_id in self._states:
+            if state.request.handle is not None:
+                state.request.handle.release()
+            state.answer.put(InvalidRequest(f"A request with the id {state.request.request_id!r} is under way."))
+            return
         self._states[state.request.request_id] = state
         self._scheduler.add(state)
 
-    def _abort(self, request_id: str) -> None:
-        state = self._states.get(request_id)
-        if state is not None:
+    def _abort(self, state: RequestState) -> None:
+        if self._states.get(state.request.request_id) is state:
             self._finish(state, "abort", Delta(finish_reason="abort"))
 
     def _step(self) -> None:
@@ -189,6 +188,10 @@ class EngineLoop:
             sampled = self._runner.execute(plan)
             self._scheduler.commit(plan)
             self._count(plan)
+        except AdmissionFault as fault:
+            logger.exception("event=admission_failed request=%s", fault.state.request.request_id)
+            self._fail(fault.state, EngineFault("The engine failed while starting this answer; try again."))
+            return
         except Exception:
             ids = ",".join(item.state.request.request_id for item in plan.items)
             logger.exception("event=step_failed requests=%s", ids)
@@ -262,7 +265,11 @@ class EngineLoop:
             return
         if matched is None:
             rest, late_match = state.stop_matcher.push(state.detokenizer.flush())
-            text += rest + ("" if late_match is not None else state.stop_matcher.flush())
+            text += rest
+            if late_match is not None:
+                reason, stop_reason = "stop", late_match
+            else:
+                text += state.stop_matcher.flush()
         delta = Delta(text, (token_id,), logprobs, reason, stop_reason)
         self._finish(state, reason, delta)
 
@@ -284,8 +291,12 @@ class EngineLoop:
         """The one place where a request ends: free everything, then tell the reader."""
         if state.status is Status.FINISHED:
             return
-        self._scheduler.finish(state, keep_content=keep_content)
-        del self._states[state.request.request_id]
+        try:
+            self._scheduler.finish(state, keep_content=keep_content)
+        except Exception:  # The reader must hear of the end whatever our own bookkeeping says.
+            logger.exception("event=finish_failed request=%s", state.request.request_id)
+            state.status = Status.FINISHED
+        self._states.pop(state.request.request_id, None)
         if state.request.handle is not None:
             state.request.handle.release()
         self.counters.num_finished[outcome] += 1

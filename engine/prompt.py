@@ -6,6 +6,7 @@ never read as that token. Knows nothing of routing or requests' lives. Called by
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,9 @@ from engine.request import AudioPart, ChatPrompt, ImagePart, Message, Prompt, Te
 from engine.state import MediaInput, MediaSpan
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_GUARD = "\ue000"
-"""Stands for one special token's name that a user typed, while the template is rendered. A private-use character."""
+_GUARD = re.compile("\ue000([0-9]+)\ue001")
+"""Stands for one special token's name that a user typed, while the template is rendered: its number between two
+private-use characters, so that a template may drop, move or repeat a message."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,32 @@ def media_parts(prompt: Prompt) -> list[AudioPart | ImagePart]:
         for part in message.content
         if not isinstance(part, TextPart)
     ]
+
+
+def _check_text(prompt: Prompt) -> None:
+    """Refuse half characters (lone surrogates), which JSON can carry and no tokenizer reads."""
+    if isinstance(prompt, TextPrompt):
+        texts = [("prompt", prompt.text)]
+    elif isinstance(prompt, TokenPrompt):
+        texts = []
+    else:
+        texts = [
+            (f"messages[{index}].content", text)
+            for index, message in enumerate(prompt.messages)
+            for text in (
+                [message.content]
+                if isinstance(message.content, str)
+                else [part.text for part in message.content if isinstance(part, TextPart)]
+            )
+        ]
+    for param, text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"The text holds half a character (U+{ord(text[error.start]):04X}) at {error.start}; send whole ones.",
+                param=param,
+            ) from None
 
 
 class PromptBuilder:
@@ -70,6 +98,7 @@ class PromptBuilder:
             InvalidRequest: the prompt is empty, or the template refuses the messages.
             MediaError: the number of placeholders and of clips differ.
         """
+        _check_text(prompt)
         if isinstance(prompt, TokenPrompt):
             built = BuiltPrompt(self._check_ids(prompt.token_ids), (), None)
         elif isinstance(prompt, TextPrompt):
@@ -172,18 +201,16 @@ class PromptBuilder:
 
     def _guard(self, text: str, guarded: list[str]) -> str:
         """Replace names of special tokens by guards, in order; `_encode_guarded` puts them back as plain text."""
-        for special in (_GUARD, *self._special_texts):
-            if special in text:
-                break
-        else:
+        names = ("\ue000", *self._special_texts)
+        if not any(name in text for name in names):
             return text
         result: list[str] = []
         position = 0
         while position < len(text):
-            special = next((name for name in (_GUARD, *self._special_texts) if text.startswith(name, position)), "")
+            special = next((name for name in names if text.startswith(name, position)), "")
             if special:
+                result.append(f"\ue000{len(guarded)}\ue001")
                 guarded.append(special)
-                result.append(_GUARD)
             else:
                 result.append(text[position])
             position += len(special) or 1
@@ -194,17 +221,19 @@ class PromptBuilder:
         if not guarded:
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         token_ids: list[int] = []
-        pieces = text.split(_GUARD)
-        for index, piece in enumerate(pieces):
-            plain = [piece]
-            if index < len(pieces) - 1:
-                # A template that drops or repeats a message makes the counts differ; the guard itself is then the text.
-                name = guarded[index] if len(pieces) - 1 == len(guarded) else _GUARD
-                plain += [name[: len(name) // 2], name[len(name) // 2 :]]
-            for part in plain:
-                if part:
-                    token_ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
+        for index, piece in enumerate(_GUARD.split(text)):
+            if index % 2:
+                token_ids += self._plain_ids(guarded[int(piece)])
+            elif piece:
+                token_ids += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
         return token_ids
+
+    def _plain_ids(self, name: str) -> list[int]:
+        """Ids of a special token's name as plain text: of its two halves, which are no special token."""
+        if len(name) == 1:
+            return list(self._tokenizer(name, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        halves = (name[: len(name) // 2], name[len(name) // 2 :])
+        return [id_ for half in halves for id_ in self._tokenizer(half, add_special_tokens=False)["input_ids"]]
 
     def _probe_parts(self) -> bool:
         """Whether the template wants a message's content as a list of parts rather than as a string."""

@@ -46,6 +46,14 @@ class Plan:
         return sum(item.end - item.start for item in self.items)
 
 
+class AdmissionFault(Exception):
+    """A waiting request could not be started, for a reason that is its own; it waits still, and should be failed."""
+
+    def __init__(self, state: RequestState) -> None:
+        super().__init__(f"request {state.request.request_id} could not be started")
+        self.state = state
+
+
 class Scheduler:
     """Continuous batching with chunked prefill, prefix reuse, preemption and fair use of LoRA rows.
 
@@ -56,7 +64,7 @@ class Scheduler:
     Args:
         blocks: the KV block pool.
         slots: the LoRA rows, None when adapters are off.
-        max_num_seqs: most requests in a step.
+        max_num_seqs: most requests in a step; no more than the token budget, so that each gets its token.
         max_num_batched_tokens: token budget of a step.
         block_size: tokens in a block.
         max_passes: see above.
@@ -74,7 +82,7 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self.slots = slots
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.block_size = block_size
         self.max_passes = max_passes
@@ -104,7 +112,11 @@ class Scheduler:
         state.media_features.clear()
 
     def schedule(self) -> Plan:
-        """The next step's plan; empty when nothing can run."""
+        """The next step's plan; empty when nothing can run.
+
+        Raises:
+            AdmissionFault: a new request could not be started; all others are as they were.
+        """
         plan: dict[int, PlanItem] = {}
         preempted: list[RequestState] = []
         budget = self.max_num_batched_tokens
@@ -115,7 +127,7 @@ class Scheduler:
                 continue
             num_tokens = min(state.num_pending, budget)
             while not self._grow(state, state.num_computed + num_tokens):
-                victim = self.running[-1]
+                victim = max(self.running, key=lambda other: other.submitted_at)
                 self._preempt(victim)
                 preempted.append(victim)
                 item = plan.pop(id(victim), None)
@@ -155,7 +167,12 @@ class Scheduler:
                 continue
             matched = self._match_prefix(state)
             num_tokens = min(len(state.token_ids) - len(matched) * self.block_size, budget)
-            if not self._start(state, matched, num_tokens):
+            try:
+                has_room = self._start(state, matched, num_tokens)
+            except Exception as error:
+                self.waiting.extendleft([state, *reversed(passed)])
+                raise AdmissionFault(state) from error
+            if not has_room:
                 self.waiting.appendleft(state)
                 break
             for earlier in passed:
@@ -183,14 +200,14 @@ class Scheduler:
         num_new = self._num_blocks(num_cached + num_tokens) - len(matched)
         if num_new + self.blocks.num_idle(matched) > self.blocks.num_free:
             return False
-        self.blocks.take(matched)
-        fresh = self.blocks.allocate(num_new)
-        assert fresh is not None, "free blocks were counted wrongly"
-        if state.request.handle is not None:
+        if state.request.handle is not None:  # First, since it alone can fail: nothing else is held then.
             assert self.slots is not None
             lora_slot = self.slots.acquire(state.request.handle.generation)
             assert lora_slot is not None, "a LoRA row was promised and is gone"
             state.lora_slot = lora_slot
+        self.blocks.take(matched)
+        fresh = self.blocks.allocate(num_new)
+        assert fresh is not None, "free blocks were counted wrongly"
         state.blocks = [*matched, *fresh]
         state.num_computed = num_cached
         state.num_published = len(matched)

@@ -207,12 +207,14 @@ class AttentionMetadata:
 
     @cached_property
     def decode_kv_index(self) -> torch.Tensor:
-        """[Bd, L] int64: pool positions of each decode's keys, padded with positions of the null block or stale ones."""
+        """[Bd, L] int64: pool positions of each decode's keys; padding points at the null block, which is always zero."""
         longest = max((self.kv_lens[row] for row in self._decode_rows), default=0)
         num_blocks = -(-longest // self.block_size)
         offset = torch.arange(self.block_size, device=self.block_table.device)
         blocks = self.block_table[self._decode_rows, :num_blocks].to(torch.int64)
-        return (blocks[:, :, None] * self.block_size + offset).flatten(1)[:, :longest]
+        index = (blocks[:, :, None] * self.block_size + offset).flatten(1)[:, :longest]
+        is_padding = torch.arange(longest, device=index.device) >= self.decode_kv_len[:, None]
+        return index.masked_fill_(is_padding, NULL_BLOCK * self.block_size)
 
     @cached_property
     def _decode_rows(self) -> list[int]:

@@ -71,7 +71,9 @@ class AdaptersTab:
         # The names of these events are the ones that the scripts trigger.
         table: Any = self.table
         report: Any = self.report
-        table.action(self.act, None, self._shown, show_progress="hidden", api_visibility="private")
+        table.action(
+            self.act, self.parcels, [self.report, *self._shown], show_progress="hidden", api_visibility="private"
+        )
         checked = [self.parcels, self.report, self.drop]
         self.drop.upload(
             self.check, [self.drop, self.parcels], checked, show_progress="hidden", api_visibility="private",
@@ -94,7 +96,7 @@ class AdaptersTab:
             self.drop: gr.update(interactive=reason is None),
         }
 
-    async def act(self, event: gr.EventData, request: gr.Request) -> Update:
+    async def act(self, parcels: list[Parcel], event: gr.EventData, request: gr.Request) -> Update:
         """A button of the table pressed."""
         action, name = str(event.act), str(event.name)
         service = self._page.service
@@ -111,36 +113,40 @@ class AdaptersTab:
         except AppError as error:
             raise gr.Error(escape(error.message), print_exception=False) from None
         gr.Success(escape(self._text(f"adapters.done.{action}", name=name)))
-        return await self.refresh(request)
+        shown = await self.refresh(request)
+        # Only where a name has become free does the report change.
+        return shown | {self.report: self._report(parcels)} if action in ("unload", "delete") else shown
 
     async def check(self, paths: list[str] | None, parcels: list[Parcel], request: gr.Request) -> AsyncIterator[Update]:
         """Files dropped: a dry run for each parcel, drawn as each is done. The drop box is free again at once."""
         self._require_leave(request)
         arrived = make_parcels(self._text, [Path(path) for path in paths or []])
         parcels[:0] = arrived
-        yield {self.report: report_html(self._text, parcels), self.drop: None, self.parcels: parcels}
+        yield {self.report: self._report(parcels), self.drop: None, self.parcels: parcels}
         for parcel in arrived:
             if parcel.problem is None:
                 parcel.report = await self._page.service.inspect_upload(parcel.files)
-            yield {self.report: report_html(self._text, parcels)}
+            yield {self.report: self._report(parcels)}
 
     async def install(self, parcels: list[Parcel], event: gr.EventData, request: gr.Request) -> Update:
         """Install pressed on a card."""
         _keep_drafts(parcels, event.drafts)
         parcel = next((parcel for parcel in parcels if parcel.key == event.key and parcel.is_ready), None)
         if parcel is not None:
+            parcel.num_tries += 1
             parcel.problem = await self._install(parcel, request)
-        return {self.report: report_html(self._text, parcels)} | await self.refresh(request)
+        return {self.report: self._report(parcels)} | await self.refresh(request)
 
     async def _install(self, parcel: Parcel, request: gr.Request) -> str | None:
-        """Install a parcel; returns what went wrong, in words."""
+        """Install a parcel; returns what went wrong, in words. That a name is taken is on the card as long as it is."""
         text = self._text
         if not parcel.name:
             return text("report.no_name")
         if not all(path.is_file() for path in parcel.files.values()):
             return text("report.gone")
         if self._page.service.engine.adapters.contains(parcel.name) and not parcel.replaces:
-            return text("report.taken", name=parcel.name)
+            gr.Warning(escape(text("report.taken", name=parcel.name)))
+            return None
         try:
             self._require_leave(request)
             info = await self._page.service.install_upload(parcel.name, parcel.files, load_inplace=parcel.replaces)
@@ -154,7 +160,10 @@ class AdaptersTab:
         """Take a card away."""
         _keep_drafts(parcels, event.drafts)
         parcels[:] = [parcel for parcel in parcels if parcel.key != event.key]
-        return report_html(self._text, parcels)
+        return self._report(parcels)
+
+    def _report(self, parcels: list[Parcel]) -> str:
+        return report_html(self._text, parcels, self._page.service.engine.adapters.names())
 
     def _require_leave(self, request: gr.Request) -> None:
         if reason := self._page.lock_reason(request):
@@ -166,4 +175,7 @@ def _keep_drafts(parcels: list[Parcel], drafts: dict[str, dict[str, Any]]) -> No
     for parcel in parcels:
         draft = drafts.get(parcel.key)
         if draft is not None and parcel.is_ready:
-            parcel.name, parcel.replaces = str(draft["name"]).strip(), bool(draft["replace"])
+            name, replaces = str(draft["name"]).strip(), bool(draft["replace"])
+            if (name, replaces) != (parcel.name, parcel.replaces):
+                parcel.problem = None
+            parcel.name, parcel.replaces = name, replaces

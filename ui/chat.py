@@ -19,6 +19,7 @@ import gradio as gr
 from gradio.components.chatbot import ExampleMessage
 
 from adapters.manager import AdapterInfo
+from engine.errors import InvalidRequest
 from engine.request import SamplingParams
 from engine.routing import AUTO, NONE
 from ui.answer import run_reply
@@ -125,7 +126,11 @@ class ChatTab:
                 info=text("chat.max_tokens_info"),
             )  # fmt: skip
             self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label=text("chat.top_p"), info=text("chat.top_p_info"))
-            self.seed = gr.Number(None, precision=0, label=text("chat.seed"), info=text("chat.seed_info"))
+            # Not a gr.Number: an empty one turns into 0 in the browser, with or without a placeholder.
+            self.seed = gr.Textbox(
+                "", max_lines=1, label=text("chat.seed"), info=text("chat.seed_info"),
+                placeholder=text("chat.seed_placeholder"),
+            )  # fmt: skip
             self.system = gr.Textbox(
                 "", lines=3, label=text("chat.system"), placeholder=text("chat.system_placeholder")
             )
@@ -286,24 +291,32 @@ class ChatTab:
 
 
 def adapter_choices(text: Texts, adapters: Sequence[AdapterInfo]) -> list[tuple[str, str]]:
-    """Label and value of each choice: the rule, the base model, then the adapters by name."""
+    """Label and value of each choice: the rule, the base model, then the adapters by name.
+
+    Nothing that changes while an answer runs is in a label: Gradio draws a closed menu's label once.
+    """
     choices = [(text("chat.auto"), AUTO), (text("chat.base"), NONE)]
     for adapter in sorted(adapters, key=lambda adapter: adapter.name):
-        state = text(f"adapters.state.{adapter.state}")
-        key = "chat.choice_default" if adapter.default_for else "chat.choice"
         modalities = text("receipt.and").join(adapter.default_for)
-        choices.append((text(key, name=adapter.name, state=state, modalities=modalities), adapter.name))
+        label = text("chat.choice_default", name=adapter.name, modalities=modalities) if modalities else adapter.name
+        choices.append((label, adapter.name))
     return choices
 
 
-def make_sampling(temperature: float, max_tokens: float, top_p: float, seed: float | None) -> SamplingParams:
+def make_sampling(temperature: float, max_tokens: float, top_p: float, seed: str) -> SamplingParams:
     """The settings' values as the engine takes them; raises `InvalidRequest`."""
     return SamplingParams(
-        temperature=temperature,
-        max_tokens=int(max_tokens),
-        top_p=top_p,
-        seed=None if seed is None else int(seed),
+        temperature=temperature, max_tokens=int(max_tokens), top_p=top_p, seed=_whole_number(seed.strip())
     )
+
+
+def _whole_number(seed: str) -> int | None:
+    try:
+        return int(seed) if seed else None
+    except ValueError:
+        raise InvalidRequest(
+            f"seed is a whole number, and '{seed[:40]}' is none; leave it empty for a new one each time", param="seed"
+        ) from None
 
 
 def message_problem(text: Texts, words: str, audio: Sequence[Path]) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.request import AudioPart, Message, TextPart
-from ui.receipt import Reply, receipt_details, receipt_line, receipt_title
+from ui.receipt import Reply, plain, receipt_details, receipt_line, receipt_title
 from ui.text import Texts
 
 
@@ -142,4 +142,4 @@ def _words(text: Texts, reply: Reply) -> str:
 
 def _failure(text: Texts, reply: Reply) -> str:
     key = "chat.failed_midway" if reply.text else "chat.failed"
-    return text(key, reason=reply.error or "", next=text("chat.failed_next"))
+    return text(key, reason=plain(reply.error or ""), next=text("chat.failed_next"))

@@ -8,6 +8,7 @@ card beside the conversation. Everything a stranger may have named is escaped he
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
@@ -18,6 +19,7 @@ from ui.text import Texts
 Phase = Literal["preparing", "queued", "reading", "answering", "done", "stopped", "failed"]
 FINAL_PHASES = frozenset({"done", "stopped", "failed"})
 DIGEST_LENGTH = 8
+NUM_HUES = 16  # colours in the style sheet
 
 
 @dataclass
@@ -61,7 +63,7 @@ def short_digest(generation: str | None) -> str:
 
 def plain(name: str) -> str:
     """A name that shows as it is inside Markdown and HTML."""
-    return re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", escape(name))
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", escape(name, quote=False))
 
 
 def reason_in_words(text: Texts, reply: Reply) -> str:
@@ -111,7 +113,14 @@ def receipt_title(text: Texts, reply: Reply) -> str:
     """The name in bold above an answer (Markdown)."""
     if reply.receipt is None:
         return text("phase.preparing_audio" if reply.has_new_audio else "phase.preparing")
-    return plain(reply.receipt.name or text("receipt.base"))
+    return f"{mark_html(reply.receipt.name)}{plain(reply.receipt.name or text('receipt.base'))}"
+
+
+def mark_html(name: str | None) -> str:
+    """The coloured square of an adapter, the same wherever and whenever its name is shown; grey for the base model."""
+    if name is None:
+        return "<span class='mark base'></span>"
+    return f"<span class='mark hue-{zlib.crc32(name.encode()) % NUM_HUES}'></span>"
 
 
 def receipt_line(text: Texts, reply: Reply) -> str:
@@ -156,7 +165,7 @@ def last_answer_card(text: Texts, reply: Reply | None) -> str:
     """The card beside the conversation (HTML, escaped)."""
     heading = f"<h2>{escape(text('chat.last'))}</h2>"
     if reply is None or reply.receipt is None:
-        return f"<section class='last-answer'>{heading}<p class='quiet'>{escape(text('chat.last_empty'))}</p></section>"
+        return f"<section class='last-answer'>{heading}{_without_receipt(text, reply)}</section>"
     kind = reply.receipt.reason.partition(":")[0]
     tag = text("receipt.tag." + {"explicit": "chosen", "opt-out": "chosen", "conflict": "conflict"}.get(kind, "auto"))
     digest = short_digest(reply.receipt.generation)
@@ -170,7 +179,26 @@ def last_answer_card(text: Texts, reply: Reply | None) -> str:
     code = f"<code title='{escape(reply.receipt.generation or '')}'>{digest}</code>" if digest else ""
     return (
         f"<section class='last-answer'>{heading}"
-        f"<p class='answered-by'><span class='mark {'' if digest else 'base'}'></span><strong>{name}</strong>"
-        f"<span class='chip plain'>{escape(tag)}</span></p>"
-        f"<p class='quiet'>{code} {escape(reason_in_words(text, reply))}</p><dl>{cells}</dl></section>"
+        f"<p class='answered-by'>{mark_html(reply.receipt.name)}<strong>{name}</strong>"
+        f"<span class='chip plain'>{escape(tag)}</span>{_failed_chip(text, reply)}</p>"
+        f"<p class='quiet'>{code} {escape(reason_in_words(text, reply))}</p>{_trouble(reply)}<dl>{cells}</dl></section>"
     )
+
+
+def _without_receipt(text: Texts, reply: Reply | None) -> str:
+    """The card's body where no adapter has been decided on: nothing asked yet, still preparing, or a failure."""
+    if reply is not None and reply.phase == "failed":
+        title = escape(text("chat.last_failed"))
+        return f"<p class='answered-by'><strong>{title}</strong>{_failed_chip(text, reply)}</p>{_trouble(reply)}"
+    words = text("chat.last_empty")
+    if reply is not None:
+        words = text("chat.last_stopped") if reply.is_final else receipt_title(text, reply)
+    return f"<p class='quiet'>{escape(words)}</p>"
+
+
+def _failed_chip(text: Texts, reply: Reply) -> str:
+    return f"<span class='chip bad'>{escape(text('receipt.tag.failed'))}</span>" if reply.phase == "failed" else ""
+
+
+def _trouble(reply: Reply) -> str:
+    return f"<p class='quiet'>{escape(reply.error)}</p>" if reply.phase == "failed" and reply.error else ""

@@ -6,9 +6,10 @@ here decides whether an adapter is good. Called by `ui/adapters`.
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -24,14 +25,30 @@ Verdict = Literal["passed", "warning", "failed"]
 # What is typed into a card outlives a new drawing of the report, which happens while other cards are being checked.
 REPORT_SCRIPT = """
 const typed = new Map();
+const drawn = new WeakSet();
 let lastTyped = null;
 const cards = () => [...element.querySelectorAll('article[data-key]')];
 const nameOf = (card) => card.querySelector('input[type="text"]');
 const tickOf = (card) => card.querySelector('input[type="checkbox"]');
 const draftOf = (card) => ({ name: nameOf(card)?.value ?? '', replace: tickOf(card)?.checked ?? false });
+// Says at each key stroke whether the name is free; what the last attempt to install said holds until something changes.
+const review = (card) => {
+  const name = nameOf(card), tick = tickOf(card), { taken, words } = card.querySelector('.install').dataset;
+  const isTaken = JSON.parse(taken).includes(name.value.trim()) && !tick.checked;
+  const problem = card.querySelector('li.problem');
+  if (problem) problem.hidden = name.value !== name.defaultValue || tick.checked !== tick.defaultChecked;
+  const warning = card.querySelector('li.taken');
+  warning.hidden = !isTaken;
+  warning.querySelector('span').textContent = isTaken ? words.replace('{name}', () => name.value.trim()) : '';
+  const chip = card.querySelector('.chip');
+  const status = isTaken ? 'taken' : problem && !problem.hidden ? 'failed' : 'ready';
+  chip.textContent = chip.dataset[status];
+  chip.className = 'chip ' + { taken: 'warn', failed: 'bad', ready: 'good' }[status];
+};
 element.addEventListener('input', (event) => {
   const card = event.target.closest('article');
   typed.set(card.dataset.key, draftOf(card));
+  review(card);
   lastTyped = event.target.matches('input[type="text"]') ? card.dataset.key : null;
 });
 element.addEventListener('focusout', (event) => {
@@ -41,9 +58,11 @@ new MutationObserver(() => {
   for (const card of cards()) {
     const draft = typed.get(card.dataset.key);
     const name = nameOf(card);
-    if (!draft || !name) continue;
+    if (!draft || !name || drawn.has(card)) continue;
+    drawn.add(card);
     if (name.value !== draft.name) name.value = draft.name;
     tickOf(card).checked = draft.replace;
+    review(card);
     if (lastTyped === card.dataset.key && document.activeElement === document.body) name.focus();
   }
 }).observe(element, { childList: true, subtree: true });
@@ -77,6 +96,7 @@ class Parcel:
     problem: str | None = None
     replaces: bool = False
     is_installed: bool = False
+    num_tries: int = 0
 
     @property
     def is_ready(self) -> bool:
@@ -152,41 +172,60 @@ def _sentence(words: str) -> str:
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
 
 
-def report_html(text: Texts, parcels: Sequence[Parcel]) -> str:
-    """One card for each parcel."""
+def report_html(text: Texts, parcels: Sequence[Parcel], taken: Collection[str] = ()) -> str:
+    """One card for each parcel; `taken` are the names that adapters have already."""
     if not parcels:
         return f"<p class='empty dashed'>{escape(text('adapters.report_empty'))}</p>"
-    return f"<div class='report'>{''.join(_card(text, parcel) for parcel in parcels)}</div>"
+    return f"<div class='report'>{''.join(_card(text, parcel, taken) for parcel in parcels)}</div>"
 
 
-def _card(text: Texts, parcel: Parcel) -> str:
-    kind, status = _status(parcel)
-    lines = report_lines(text, parcel)
+def _card(text: Texts, parcel: Parcel, taken: Collection[str]) -> str:
+    items = "".join(_line(text, verdict, words) for verdict, words in report_lines(text, parcel))
+    is_taken = parcel.name in taken and not parcel.replaces
+    if parcel.is_ready:
+        items += _line(text, "warning", text("report.taken", name=parcel.name) if is_taken else "", "taken")
     if parcel.problem:
-        lines.append(("failed", parcel.problem))
-    items = "".join(
-        f"<li class='{verdict}'><b>{escape(text(f'report.{verdict}'))}</b><span>{escape(words)}</span></li>"
-        for verdict, words in lines
-    )
-    form = _install_form(text, parcel) if parcel.is_ready else _dismiss(text, parcel)
+        items += _line(text, "failed", parcel.problem, "problem")
+    # The count makes each drawing after an attempt a new one: Gradio leaves equal HTML, and its pressed button, alone.
+    form = _install_form(text, parcel, taken) if parcel.is_ready else _dismiss(text, parcel)
     return (
-        f"<article data-key='{parcel.key}' aria-label='{escape(parcel.title)}'><header><h3>{escape(parcel.title)}</h3>"
-        f"<span class='chip {kind}'>{escape(text(f'report.{status}'))}</span></header><ul>{items}</ul>{form}</article>"
+        f"<article data-key='{parcel.key}' data-tries='{parcel.num_tries}' aria-label='{escape(parcel.title)}'>"
+        f"<header><h3>{escape(parcel.title)}</h3>"
+        f"{_chip(text, parcel, is_taken)}</header><ul>{items}</ul>{form}</article>"
     )
 
 
-def _status(parcel: Parcel) -> tuple[str, str]:
+def _line(text: Texts, verdict: Verdict, words: str, role: str = "") -> str:
+    """One line of a card; a line without words waits, unseen, until the card's script has some."""
+    return (
+        f"<li class='{verdict} {role}'{'' if words else ' hidden'}><b>{escape(text(f'report.{verdict}'))}</b>"
+        f"<span>{escape(words)}</span></li>"
+    )
+
+
+def _chip(text: Texts, parcel: Parcel, is_taken: bool) -> str:
+    """How things stand; with the other words that the card's script may need for it."""
+    kind, status = _status(parcel, is_taken)
+    words = {"ready": "report.ready", "taken": "report.name_taken", "failed": "report.not_installed"}
+    more = "".join(f" data-{key}='{escape(text(phrase))}'" for key, phrase in words.items())
+    return f"<span class='chip {kind}' role='status'{more}>{escape(text(f'report.{status}'))}</span>"
+
+
+def _status(parcel: Parcel, is_taken: bool) -> tuple[str, str]:
     if parcel.is_installed:
         return "good", "installed"
     if parcel.is_ready:
-        return "good", "ready"
+        if is_taken:
+            return "warn", "name_taken"
+        return ("bad", "not_installed") if parcel.problem else ("good", "ready")
     return ("bad", "refused") if parcel.report is not None or parcel.problem else ("plain", "checking")
 
 
-def _install_form(text: Texts, parcel: Parcel) -> str:
+def _install_form(text: Texts, parcel: Parcel, taken: Collection[str]) -> str:
     checked = " checked" if parcel.replaces else ""
+    names, words = escape(json.dumps(sorted(taken))), escape(text("report.taken", name="{name}"))
     return (
-        f"<div class='install'><label>{escape(text('report.name'))}"
+        f"<div class='install' data-taken='{names}' data-words='{words}'><label>{escape(text('report.name'))}"
         f"<input type='text' value='{escape(parcel.name)}' maxlength='128' autocomplete='off' spellcheck='false'></label>"
         f"<button type='button' class='primary' data-act='install'>{escape(text('report.install'))}</button>"
         f"<button type='button' data-act='dismiss'>{escape(text('report.dismiss'))}</button>"

@@ -71,6 +71,46 @@
     }
   }
 
+  // A person's words as typed, beside Gradio's Markdown of them, which the style sheet hides; the label holds the source.
+  const LABEL_START = "user's message: ";
+  function showTyped() {
+    for (const markdown of document.querySelectorAll('#chatbot [data-testid="user"] .md')) {
+      const label = markdown.closest("[data-testid]").getAttribute("aria-label") || "";
+      const source = label.startsWith(LABEL_START) ? label.slice(LABEL_START.length) : markdown.innerText;
+      let typed = markdown.parentElement.querySelector(".typed");
+      if (!typed) {
+        typed = document.createElement("div");
+        typed.className = "typed";
+        markdown.after(typed);
+      }
+      if (typed.textContent !== source) typed.textContent = source;
+    }
+  }
+
+  // Files may be dropped anywhere beside the composer too, which takes or refuses them as its own.
+  const composerInput = () => document.querySelector('#composer [data-testid="file-upload"]');
+  const missesComposer = (event) =>
+    event.dataTransfer?.types.includes("Files") && composerInput() && event.target instanceof Element
+    && event.target.closest("#chat-row") && !event.target.closest("#composer");
+  const setDropping = (isOver) => document.getElementById("chat-row")?.classList.toggle("dropping", isOver);
+  function dragOver(event) {
+    const isMissing = Boolean(missesComposer(event));
+    setDropping(isMissing);
+    if (!isMissing) return;
+    event.preventDefault();
+    event.dataTransfer.dropEffect = "copy";
+  }
+  function dropped(event) {
+    setDropping(false);
+    if (!missesComposer(event)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const files = new DataTransfer();
+    for (const file of event.dataTransfer.files) files.items.add(file);
+    const drop = new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true });
+    document.querySelector("#composer textarea").dispatchEvent(drop);
+  }
+
   function confirmAction(title, body, yes) {
     const dialog = document.createElement("dialog");
     dialog.className = "confirm";
@@ -101,14 +141,22 @@
     if (event.target.closest('#composer [data-testid="microphone-button"]')) hintAtMicrophone();
   }, true);
 
+  addEventListener("dragenter", dragOver, true);
+  addEventListener("dragover", dragOver, true);
+  addEventListener("dragleave", (event) => { if (!event.relatedTarget) setDropping(false); }, true);
+  addEventListener("drop", dropped, true);
+
   const watch = () => {
     const log = document.querySelector('#chatbot [role="log"]');
     if (log) follow(log);
     nameControls();
+    showTyped();
   };
   whenReady(() => {
     keepTheme();
     watch();
-    new MutationObserver(watch).observe(document.body, { childList: true, subtree: true });
+    new MutationObserver(watch).observe(document.body, {
+      childList: true, subtree: true, characterData: true, attributes: true, attributeFilter: ["aria-label"],
+    });
   });
 })();

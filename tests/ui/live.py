@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import re
 import shutil
@@ -10,7 +11,7 @@ import socket
 import struct
 import threading
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Browser, Page, Playwright, expect
+from playwright.sync_api import Browser, Locator, Page, Playwright, expect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.app import create_app
@@ -163,6 +164,23 @@ def write_tone(path: Path, *, seconds: float = 1.0, hertz: float = 440.0, rate: 
         clip.setframerate(rate)
         clip.writeframes(b"".join(struct.pack("<h", sample) for sample in samples))
     return path
+
+
+DATA_TRANSFER = """(files) => {
+  const data = new DataTransfer();
+  for (const [name, type, content] of files) {
+    data.items.add(new File([Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0))], name, { type }));
+  }
+  return data;
+}"""
+
+
+def drop_files(target: Locator, files: Mapping[str, bytes], kind: str = "") -> None:
+    """Drag files from a folder onto `target` and let go; `kind` is their media type."""
+    coded = [[name, kind, base64.b64encode(content).decode()] for name, content in files.items()]
+    data = target.page.evaluate_handle(DATA_TRANSFER, coded)
+    for event in ("dragenter", "dragover", "drop"):
+        target.dispatch_event(event, {"dataTransfer": data})
 
 
 class ChatPage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import zipfile
@@ -15,16 +14,9 @@ from playwright.sync_api import Locator, Page, expect
 from api.settings import ServerSettings
 from engine import Engine
 from engine.config import EMBEDDED_ASSETS
-from tests.ui.live import ChatPage, Live, serving
+from tests.ui.live import ChatPage, Live, drop_files, serving
 
 SQL = EMBEDDED_ASSETS / "adapters" / "sql"
-DROP = """(files) => {
-  const data = new DataTransfer();
-  for (const [name, content] of files) {
-    data.items.add(new File([Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0))], name));
-  }
-  return data;
-}"""
 
 
 def zip_of(folder: Path, *, config: dict[str, object] | None = None) -> bytes:
@@ -56,10 +48,7 @@ class AdaptersPage:
 
     def drop(self, **files: bytes) -> None:
         """Drag files from a folder onto the drop box and let go."""
-        coded = [[name, base64.b64encode(content).decode()] for name, content in files.items()]
-        data = self.page.evaluate_handle(DROP, coded)
-        for event in ("dragenter", "dragover", "drop"):
-            self.page.locator("#adapter-upload button").first.dispatch_event(event, {"dataTransfer": data})
+        drop_files(self.page.locator("#adapter-upload button").first, files)
 
 
 @pytest.fixture
@@ -147,17 +136,48 @@ def test_a_taken_name_is_only_replaced_when_asked_for(tab: AdaptersPage, live: L
     tab.cards.first.get_by_role("button", name="Install").click()
     expect(tab.row("first")).to_be_visible()
     old = live.engine.adapters.get("first").generation
-    tab.drop(**{"second.zip": zip_of(SQL, config={"lora_alpha": 8})})
+    tab.drop(**{"first.zip": zip_of(SQL, config={"lora_alpha": 8})})
     card = tab.cards.first
-    card.get_by_role("textbox", name="Name").fill("first")
+    badge, warning = card.locator(".chip"), card.locator("li.taken")
+    name, replace = (
+        card.get_by_role("textbox", name="Name"),
+        card.get_by_label("Replace the adapter that has this name"),
+    )
+
+    # Said before anything is pressed, and as it is typed.
+    expect(badge).to_have_text("Name taken")
+    expect(warning).to_contain_text("The name first is taken. Give it another name, or tick")
+    for fix, undo in ((replace.check, replace.uncheck), (lambda: name.fill("third"), lambda: name.fill("sql"))):
+        fix()
+        expect(badge).to_have_text("Ready to install")
+        expect(warning).to_be_hidden()
+        undo()
+        expect(badge).to_have_text("Name taken")
+    expect(warning).to_contain_text("The name sql is taken.")
+
+    name.fill("first")
     card.get_by_role("button", name="Install").click()
-    expect(card).to_contain_text("The name first is taken.")
+    expect(tab.toasts.last).to_contain_text("The name first is taken.")
     assert live.engine.adapters.get("first").generation == old
-    expect(card.get_by_role("textbox", name="Name")).to_have_value("first")
-    card.get_by_label("Replace the adapter that has this name").check()
+    expect(name).to_have_value("first")
+    expect(badge).to_have_text("Name taken")
+    replace.check()
     card.get_by_role("button", name="Install").click()
-    expect(card).to_contain_text("Installed")
+    expect(badge).to_have_text("Installed")
     assert live.engine.adapters.get("first").generation != old
+
+
+def test_a_failed_installation_is_on_the_badge_until_something_changes(tab: AdaptersPage, live: Live) -> None:
+    tab.drop(**{"good.zip": zip_of(SQL)})
+    card = tab.cards.first
+    expect(card).to_contain_text("Ready to install")
+    card.get_by_role("textbox", name="Name").fill(live.engine.model_names[0])
+    card.get_by_role("button", name="Install").click()
+    expect(card.locator(".chip.bad")).to_have_text("Not installed")
+    expect(card.locator("li.problem")).to_contain_text("Failed")
+    card.get_by_role("textbox", name="Name").fill("allowed")
+    expect(card.locator(".chip.good")).to_have_text("Ready to install")
+    expect(card.locator("li.problem")).to_be_hidden()
 
 
 def test_pin_and_unpin(tab: AdaptersPage, live: Live) -> None:

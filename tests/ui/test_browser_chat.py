@@ -13,8 +13,9 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from engine.config import EMBEDDED_ASSETS
+from engine.errors import InvalidRequest
 from engine.request import Message, SamplingParams
-from tests.ui.live import ChatPage, Live, overflow, write_tone
+from tests.ui.live import ChatPage, Live, drop_files, overflow, write_tone
 from ui.examples import PROMPTS
 
 MANIFEST = EMBEDDED_ASSETS / "audio" / "manifest.json"
@@ -63,6 +64,8 @@ def wait_until_idle(page: Page, live: Live) -> None:
 def test_plain_text_is_answered_by_the_base_model_and_says_so(chat: ChatPage) -> None:
     receipt = chat.ask("Hello!")
     assert receipt.startswith("Base model base model, no adapter applies")
+    red, green, blue = (int(part) for part in re.findall(r"\d+", mark_colours(chat)[0]))
+    assert max(red, green, blue) - min(red, green, blue) < 50  # grey
     assert "queued" in receipt and "tokens cached" in receipt
     card = chat.page.locator("#last-answer")
     expect(card).to_contain_text("Base model")
@@ -74,6 +77,8 @@ def test_the_adapter_that_was_picked_answers_with_its_generation(chat: ChatPage,
     receipt = chat.ask("List all notes")
     digest = (live.engine.adapters.get("sql").generation or "").removeprefix("sha256:")[:8]
     assert receipt.startswith(f"sql {digest} · chosen by you was in memory · queued ")
+    # The closed menu holds nothing that the answer has just changed.
+    expect(chat.page.get_by_label("Adapter", exact=True)).to_have_value("sql")
     chat.choose_adapter("Base model")
     assert "you asked for the base model" in chat.ask("And now?")
 
@@ -86,7 +91,71 @@ def test_an_uploaded_clip_goes_to_the_default_for_audio_and_can_be_played(chat: 
     play = chat.page.locator("#chatbot").get_by_role("button", name="Play", exact=True)
     expect(play).to_be_visible()
     receipt = chat.ask("Thank you")
+    expect(chat.page.locator("#last-answer .mark")).to_have_css("background-color", mark_colours(chat)[0])
     assert "an earlier message holds audio, and speech is the default for audio" in receipt
+
+
+def mark_colours(chat: ChatPage) -> list[str]:
+    """The colour of the square in each receipt."""
+    script = "(marks) => marks.map((mark) => getComputedStyle(mark).backgroundColor)"
+    colours: list[str] = chat.receipts.locator(".mark").evaluate_all(script)
+    return colours
+
+
+def test_a_clip_may_be_dropped_on_the_conversation(chat: ChatPage, tone: Path) -> None:
+    for place in ("#chatbot", "#composer textarea"):
+        drop_files(chat.page.locator(place), {"tone.wav": tone.read_bytes()}, "audio/wav")
+        expect(chat.page.get_by_role("button", name="Remove file")).to_have_count(1)
+        chat.page.get_by_role("button", name="Remove file").click()
+    drop_files(chat.page.locator("#chatbot"), {"notes.txt": b"no sound"}, "text/plain")
+    expect(chat.page.get_by_test_id("toast-text").last).to_contain_text("rejected")
+    expect(chat.page.get_by_role("button", name="Remove file")).to_have_count(0)
+
+
+TYPED = "<b>bold</b> <script>gone()</script> **stars** &amp;\n```sql\n  SELECT 1 < 2;\n```"
+
+
+def test_what_a_person_typed_is_shown_copied_and_edited_as_typed(
+    open_page: Callable[..., Page], live: Live, sent: list[Sequence[Message]]
+) -> None:
+    chat = ChatPage(open_page(permissions=["clipboard-read", "clipboard-write"])).open(live.url)
+    page = chat.page
+    chat.ask(TYPED)
+    expect(chat.questions).to_have_text(TYPED, use_inner_text=True)
+    assert chat.questions.locator("b:visible, strong:visible").count() == 0
+    page.get_by_role("button", name="Copy message").first.click()
+    assert page.evaluate("navigator.clipboard.readText()") == TYPED
+    page.get_by_role("button", name="Edit", exact=True).click()
+    expect(page.locator("#chatbot textarea")).to_have_value(TYPED)
+    page.locator("#chatbot textarea").fill("<i>other</i>")
+    page.locator("#chatbot").get_by_role("button", name="Submit").click()
+    wait_for(page, lambda: len(sent) == 2)
+    chat.wait_for_receipt(1)
+    expect(chat.questions).to_have_text("<i>other</i>", use_inner_text=True)
+    assert sent[-1][0].content == "<i>other</i>"
+
+
+DEFAULT_GONE = (
+    "The default adapter for audio, 'speech', is not loaded; load it again, or ask with lora none for the base model."
+)
+
+
+def test_a_failure_is_told_whole_with_its_ways_out(chat: ChatPage, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = live.service.start_chat
+
+    async def fail_unless_none(messages: Sequence[Message], sampling: SamplingParams, **keywords: Any) -> Any:
+        if keywords["lora"] != "none":
+            raise InvalidRequest(DEFAULT_GONE)
+        return await start(messages, sampling, **keywords)
+
+    monkeypatch.setattr(live.service, "start_chat", fail_unless_none)
+    chat.submit("Hello")
+    expect(chat.answers.last).to_contain_text(f"No answer. {DEFAULT_GONE} This message is left out")
+    expect(chat.page.locator("#last-answer")).to_contain_text(DEFAULT_GONE)
+    for name in ("Try again", "Ask the base model"):
+        expect(chat.page.get_by_role("button", name=name)).to_be_in_viewport(ratio=1)
+    chat.page.get_by_role("button", name="Ask the base model").click()
+    assert chat.wait_for_receipt(1).startswith("Base model")
 
 
 def test_a_recording_of_the_microphone_is_sent(open_page: Callable[..., Page], live: Live) -> None:
@@ -113,6 +182,7 @@ def test_a_page_without_microphone_says_what_to_do(open_page: Callable[..., Page
 def test_nothing_is_sent_without_content(chat: ChatPage, tmp_path: Path, sent: list[Any]) -> None:
     chat.submit("")
     expect(chat.hint).to_contain_text("Write a message or attach audio first.")
+    expect(chat.hint.locator("p")).to_be_in_viewport(ratio=1)
     chat.attach(write_tone(tmp_path / "empty.wav", seconds=0))
     chat.submit("What is this?")
     expect(chat.hint).to_contain_text("Nothing was recorded.")
@@ -153,7 +223,7 @@ def test_two_visitors_are_answered_at_once_and_see_only_their_own(
     chat.stop_button.click()
     expect(chat.answers.last).to_contain_text("Stopped by you", timeout=SOON_MS)
     assert live.service.stats().num_running == 1
-    expect(other.questions).to_have_text(["Second visitor"])
+    expect(other.questions).to_have_text(["Second visitor"], use_inner_text=True)
     other.stop_button.click()
     wait_until_idle(chat.page, live)
 
@@ -215,6 +285,7 @@ def test_settings_reach_the_engine(fresh_chat: ChatPage, live: Live, monkeypatch
     monkeypatch.setattr(live.service, "start_chat", start_noted)
     page = fresh_chat.page
     page.get_by_role("button", name="Generation settings").click()
+    expect(page.get_by_label("Seed")).to_have_value("")
     for label, value in (
         ("number input for Max tokens", "7"),
         ("number input for Temperature", "0.5"),
@@ -227,6 +298,12 @@ def test_settings_reach_the_engine(fresh_chat: ChatPage, live: Live, monkeypatch
         control.press("Tab")
         expect(control).to_have_value(value)
     fresh_chat.ask("Hello")
+    page.get_by_label("Seed").fill("")
+    fresh_chat.ask("Hello")
+    assert seen[1][1].seed is None
+    page.get_by_label("Seed").fill("lucky")
+    fresh_chat.submit("Hello")
+    expect(fresh_chat.answers.last).to_contain_text("seed is a whole number, and 'lucky' is none", timeout=SOON_MS)
     messages, sampling = seen[0]
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (7, 0.5, 42)
     assert messages[0] == Message("system", "Be brief.")
@@ -309,3 +386,7 @@ def test_the_theme_button_is_remembered(fresh_chat: ChatPage) -> None:
     page.reload()
     expect(fresh_chat.box).to_be_visible()
     expect(body).to_have_class(re.compile(r"\bdark\b"))
+    page.get_by_role("tab", name="Adapters").click()
+    pill = page.locator("#adapters-table .chip.plain").first
+    colour = pill.evaluate("(pill) => getComputedStyle(pill).color")
+    assert min(int(part) for part in re.findall(r"\d+", colour)) > 200  # not faint on the dark page

@@ -74,6 +74,13 @@ def test_each_row_of_the_display_leads_back_to_its_turn(phase: Phase) -> None:
         assert {conversation.turn_at(index) for index in range(start, end)} == {turn_index}
 
 
+def test_the_cause_of_a_failure_is_told_whole_and_as_it_is() -> None:
+    conversation = answered(("One", (), "failed", ""))
+    conversation.turns[0].reply.error = "'my_*lora*' is <b>gone</b>."  # type: ignore[union-attr]
+    said = conversation.display(Texts())[-1]["content"]
+    assert r"'my\_\*lora\*' is &lt;b&gt;gone&lt;/b&gt;." in said
+
+
 def test_only_a_failed_answer_offers_ways_out() -> None:
     done, failed = (answered(("One", (), phase, "x")).display(Texts())[-1] for phase in ("done", "failed"))
     assert "options" not in done

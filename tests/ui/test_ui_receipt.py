@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.request import Receipt
-from ui.receipt import Reply, last_answer_card, reason_in_words, receipt_line, receipt_title
+from ui.receipt import NUM_HUES, Reply, last_answer_card, mark_html, reason_in_words, receipt_line, receipt_title
 from ui.text import Texts
+from ui.theme import STYLE_SHEET
 
 TEXT = Texts()
 DIGEST = "sha256:3f2a91c0d1e2f3"
@@ -50,6 +51,27 @@ def test_an_unfinished_answer_says_what_it_waits_for() -> None:
     receipt = Receipt(None, None, "base")
     assert "queued with 3 others" in receipt_line(TEXT, reply(receipt, phase="queued", num_waiting=4))
     assert "reading the prompt" in receipt_line(TEXT, reply(receipt, phase="reading"))
+
+
+def test_colours_follow_from_names_and_the_base_model_has_none() -> None:
+    marks = [mark_html(name) for name in (None, "speech", "sql", "pirate")]
+    assert len(set(marks)) == 4 and "hue" not in marks[0]
+    assert [mark_html(name) for name in (None, "speech", "sql", "pirate")] == marks
+    for mark, name in zip(marks, (None, "speech"), strict=False):
+        answer = reply(Receipt(name, DIGEST if name else None, "explicit"))
+        assert mark in receipt_title(TEXT, answer) and mark in last_answer_card(TEXT, answer)
+    sheet = STYLE_SHEET.read_text(encoding="utf-8")
+    assert all(f".hue-{hue} {{" in sheet for hue in range(NUM_HUES))
+
+
+def test_the_card_tells_a_failure_and_a_wait() -> None:
+    failed = Reply(phase="failed", error="The <b>adapter</b> is gone.")
+    for answer in (failed, reply(Receipt(None, None, "base"), phase="failed", error=failed.error)):
+        card = last_answer_card(TEXT, answer)
+        assert "The &lt;b&gt;adapter&lt;/b&gt; is gone." in card and "failed" in card
+        assert TEXT("chat.last_empty") not in card
+    assert "Preparing" in last_answer_card(TEXT, Reply())
+    assert "Stopped by you" in last_answer_card(TEXT, Reply(phase="stopped"))
 
 
 def test_a_name_never_becomes_markup() -> None:

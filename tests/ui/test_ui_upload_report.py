@@ -84,7 +84,23 @@ def test_mixed_ranks_doubts_and_faults_are_told() -> None:
     assert not refused.is_ready
 
 
+def test_a_name_that_is_taken_is_said_before_anything_is_pressed() -> None:
+    ready = parcel(UploadReport(True, report=facts()))
+    for names, is_replacing, is_warned in ((["x"], False, True), (["x"], True, False), (["y"], False, False)):
+        ready.replaces = is_replacing
+        html = report_html(TEXT, [ready], names)
+        assert (">Name taken</span>" in html, ">Ready to install</span>" in html) == (is_warned, not is_warned)
+        assert ("The name x is taken." in html) == is_warned
+
+
+def test_a_failed_installation_is_not_called_ready() -> None:
+    tried = parcel(UploadReport(True, report=facts()))
+    tried.problem = "The disk is full."
+    html = report_html(TEXT, [tried])
+    assert ">Not installed</span>" in html and "chip good" not in html and "The disk is full." in html
+
+
 def test_nothing_in_an_upload_becomes_markup() -> None:
     nasty = Parcel("<b>x</b>.zip", {}, "<i>x</i>'", report=UploadReport(True, files=["<u>y</u>"], report=facts()))
-    html = report_html(TEXT, [nasty])
-    assert not any(tag in html for tag in ("<b>x", "<i>x", "<u>y", "x</i>'"))
+    html = report_html(TEXT, [nasty], ["<s>'", nasty.name])
+    assert not any(tag in html for tag in ("<b>x", "<i>x", "<u>y", "x</i>'", "<s>", "s>'"))
