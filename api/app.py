@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 import api
@@ -64,6 +65,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         app.add_api_route(path, _no_such_route, methods=_METHODS, include_in_schema=False)
     install_error_handlers(app)
     app.add_exception_handler(ClientLeft, _on_client_left)
+    app.add_exception_handler(ClientDisconnect, _on_client_left)
     app.add_middleware(LimitBody, max_bytes=engine.config.max_upload_mb << 20)
     app.add_middleware(Guard, policy=service.policy, root_path=settings.root_path)
     return app

@@ -330,8 +330,9 @@ class DetokenizeRequest(Body):
 def read_body(model: type[Model], raw: bytes) -> Model:
     """Validate a JSON body; raises `InvalidRequest` whose `param` is the path of the field at fault."""
     try:
-        data = json.loads(raw, parse_constant=_refuse_constant)
-        if b"\\u" in raw:
+        text = raw.decode("utf-8-sig")  # Strictly: json.loads would let half characters through.
+        data = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:
             json.dumps(data, ensure_ascii=False).encode()
     except RecursionError:
         raise InvalidRequest("The body is nested too deeply.") from None
@@ -437,8 +438,8 @@ def _logit_bias(raw: Mapping[str, float]) -> dict[int, float]:
     bias = {}
     for key, value in raw.items():
         param = f"logit_bias.{key}"
-        if not key.isascii() or not key.isdecimal():
-            raise InvalidRequest(f"logit_bias: {key!r} is not a token id; POST /tokenize gives ids.", param=param)
+        if not key.isascii() or not key.isdecimal() or len(key) > 9:
+            raise InvalidRequest(f"logit_bias: {key[:20]!r} is not a token id; POST /tokenize gives ids.", param=param)
         if not math.isfinite(value) or not -100 <= value <= 100:
             raise InvalidRequest(f"{param} is {value}, but must be between -100 and 100.", param=param)
         bias[int(key)] = value

@@ -36,6 +36,9 @@ MANAGER_THREADS = 8
 UploadFiles = Mapping[str, Path | bytes | BinaryIO]
 
 
+_MAX_TOKEN_IDS = 2_000_000
+
+
 class Service:
     """An engine and the rules of this server.
 
@@ -49,6 +52,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.policy = Policy(settings)
+        self._num_starting = 0  # answers whose prompts are still being prepared; touched on the event loop alone
         self._pool = ThreadPoolExecutor(MANAGER_THREADS, thread_name_prefix="adapters")
 
     async def start_chat(
@@ -116,6 +120,8 @@ class Service:
         starting = asyncio.ensure_future(
             self.engine.start(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
         )
+        self._num_starting += n
+        starting.add_done_callback(lambda _: self._has_started(n))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -124,12 +130,19 @@ class Service:
             raise
 
     def _check_queue(self) -> None:
-        num_waiting = self.engine.stats().num_waiting
+        num_waiting = self.engine.stats().num_waiting + self._num_starting
         if num_waiting >= self.settings.max_queue:
             raise Overloaded(f"{num_waiting} requests are waiting already; try again in a moment.")
 
+    def _has_started(self, n: int) -> None:
+        self._num_starting -= n
+
     def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, float] | tuple[()], param: str) -> None:
         """Raise `InvalidRequest` where a token id is not in the model's vocabulary."""
+        if len(token_ids) > _MAX_TOKEN_IDS:
+            raise InvalidRequest(
+                f"{param} holds {len(token_ids)} token ids; no model's context is that long.", param=param
+            )
         vocabulary = len(self.engine.tokenizer)
         outside = next((token for token in token_ids if not 0 <= token < vocabulary), None)
         if outside is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 
 from engine.errors import AppError
 from engine.request import Delta, FinishReason, Receipt
@@ -72,7 +72,7 @@ class Answer:
         self.abort()
 
     def __iter__(self) -> Iterator[Delta]:
-        return self._iterate()
+        return _Events(self._iterate(), self.abort)
 
     def _iterate(self) -> Iterator[Delta]:
         try:
@@ -86,9 +86,9 @@ class Answer:
             self.abort()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        return self._iterate_async()
+        return _AsyncEvents(self._iterate_async(), self.abort)
 
-    async def _iterate_async(self) -> AsyncIterator[Delta]:
+    async def _iterate_async(self) -> AsyncGenerator[Delta, None]:
         try:
             while not self._is_over:
                 with self._changed:
@@ -111,6 +111,49 @@ class Answer:
             raise event
         self._is_over = event.finish_reason is not None
         return event
+
+
+class _Events:
+    """An iterator that aborts when it is dropped, even before its first event, which a generator would not."""
+
+    def __init__(self, events: Iterator[Delta], abort: Callable[[], None]) -> None:
+        self._events = events
+        self._abort = abort
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        return next(self._events)
+
+    def close(self) -> None:
+        """Abort unless the answer has ended."""
+        self._abort()
+
+    def __del__(self) -> None:
+        self._abort()
+
+
+class _AsyncEvents:
+    """The same for coroutines."""
+
+    def __init__(self, events: AsyncGenerator[Delta, None], abort: Callable[[], None]) -> None:
+        self._events = events
+        self._abort = abort
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        return await anext(self._events)
+
+    async def aclose(self) -> None:
+        """Abort unless the answer has ended."""
+        await self._events.aclose()
+        self._abort()
+
+    def __del__(self) -> None:
+        self._abort()
 
 
 def _wake(future: asyncio.Future[None]) -> None:

@@ -40,7 +40,7 @@ from engine.scheduler import Scheduler
 from engine.setup import check_settings, fit_context, lora_dtype, make_cache, user_data_dir, with_embedded_defaults
 from engine.state import EngineRequest
 from engine.tokenizer import eos_token_ids, load_processor, load_tokenizer
-from kernels import LoraMetadata
+from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ class Engine:
         )
         sampler = Sampler(config.seed, self.base.device)
         graphs = None
-        if self.base.device.type == "cuda" and not config.enforce_eager:
+        has_kernels = HAS_TRITON and self.base.kv_shape.head_dim <= MAX_HEAD_DIM
+        if self.base.device.type == "cuda" and has_kernels and not config.enforce_eager:
             graphs = DecodeGraphs(
                 self.base, attention_step, lora_metadata, max_num_seqs=self._scheduler.max_num_seqs,
                 max_blocks=-(-self.max_model_len // config.block_size), block_size=config.block_size,
@@ -185,7 +186,12 @@ class Engine:
         """Like `start_sync`, with the blocking part on a worker thread."""
         self._check_open()
         start = functools.partial(self.start_sync, prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
-        return await asyncio.get_running_loop().run_in_executor(self._intake_threads, start)
+        try:
+            starting = asyncio.get_running_loop().run_in_executor(self._intake_threads, start)
+        except RuntimeError:  # The threads were shut down since the check above.
+            self._check_open()
+            raise
+        return await starting
 
     def start_sync(
         self,

@@ -76,7 +76,7 @@ class EngineLoop:
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs and takes requests."""
-        return self._thread.is_alive() and not self._is_closing
+        return self._thread.is_alive() and not self._is_closing and not self._has_ended
 
     def submit(self, request: EngineRequest, answer: Answer) -> None:
         """Queue a request; the answer's events follow. Thread-safe.
@@ -129,6 +129,21 @@ class EngineLoop:
             return True
 
     def _run(self) -> None:
+        try:
+            self._run_steps()
+        except Exception:  # Thread border: nothing may leave readers waiting for a thread that is gone.
+            logger.exception("event=engine_died")
+        with self._wake:
+            self._has_ended = True  # From here on nothing gets into the inbox.
+            actions = list(self._inbox)
+            self._inbox.clear()
+        for action in actions:
+            self._guard(action)
+        closed = EngineClosed("The engine has stopped; the answer was cut off.")
+        for state in list(self._states.values()):
+            self._fail(state, closed)
+
+    def _run_steps(self) -> None:
         while True:
             with self._wake:
                 while not self._inbox and not self._scheduler.has_work and not self._is_closing:
@@ -141,15 +156,6 @@ class EngineLoop:
                 break
             if self._scheduler.has_work:
                 self._step()
-        with self._wake:
-            self._has_ended = True  # From here on nothing gets into the inbox.
-            actions = list(self._inbox)
-            self._inbox.clear()
-        for action in actions:
-            self._guard(action)
-        closed = EngineClosed("The server is shutting down; the answer was cut off.")
-        for state in list(self._states.values()):
-            self._fail(state, closed)
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Thread border: an inbox action that fails is logged and never stops the loop."""
@@ -159,7 +165,7 @@ class EngineLoop:
             logger.exception("event=engine_action_failed")
 
     def _accept(self, state: RequestState) -> None:
-        if self._is_closing:
+        if self._is_closing or self._has_ended:
             self._states[state.request.request_id] = state
             self._scheduler.add(state)
             self._fail(state, EngineClosed("The server is shutting down; try again later."))
@@ -185,6 +191,9 @@ class EngineLoop:
                 self._check_progress(plan)
                 return
             self._announce(plan)
+            self._encode_media(plan)
+            if not plan.items:
+                return
             sampled = self._runner.execute(plan)
             self._scheduler.commit(plan)
             self._count(plan)
@@ -202,6 +211,16 @@ class EngineLoop:
             self._take_token_guarded(item, token_id, logprob)
         if self._checks_integrity:
             self._scheduler.check_integrity()
+
+    def _encode_media(self, plan: Plan) -> None:
+        """Compute media features request by request, so that a clip which fails takes no neighbour along."""
+        for item in list(plan.items):
+            try:
+                self._runner.encode_media(item)
+            except Exception:
+                logger.exception("event=media_failed request=%s", item.state.request.request_id)
+                plan.items.remove(item)
+                self._fail(item.state, EngineFault("The engine failed while reading this request's audio; try again."))
 
     def _check_progress(self, plan: Plan) -> None:
         """Nothing could be planned: after a preemption that is normal; else the oldest waiter can never run."""
@@ -281,8 +300,10 @@ class EngineLoop:
 
     def _fail(self, state: RequestState, error: AppError) -> None:
         """End a request with an error; what it computed is forgotten, since it may be wrong."""
-        exclusive = self._scheduler.blocks.exclusive(state.blocks)
-        self._cache.clear(exclusive)
+        try:
+            self._cache.clear(self._scheduler.blocks.exclusive(state.blocks))
+        except Exception:  # A device that has failed for good raises here too; the reader must hear of the end.
+            logger.exception("event=clear_failed request=%s", state.request.request_id)
         self._finish(state, "error", error, keep_content=False)
 
     def _finish(
@@ -295,7 +316,7 @@ class EngineLoop:
             self._scheduler.finish(state, keep_content=keep_content)
         except Exception:  # The reader must hear of the end whatever our own bookkeeping says.
             logger.exception("event=finish_failed request=%s", state.request.request_id)
-            state.status = Status.FINISHED
+            self._scheduler.forget(state)
         self._states.pop(state.request.request_id, None)
         if state.request.handle is not None:
             state.request.handle.release()

@@ -89,6 +89,7 @@ class PromptBuilder:
         self._vocab_size = vocab_size
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special_texts = sorted(special, key=len, reverse=True)
+        self._single_ids = self._ids_of_single_characters()
         self._takes_parts = chat_template is not None and self._probe_parts()
 
     def build(self, prompt: Prompt, media: Sequence[MediaInput]) -> BuiltPrompt:
@@ -223,17 +224,33 @@ class PromptBuilder:
         token_ids: list[int] = []
         for index, piece in enumerate(_GUARD.split(text)):
             if index % 2:
-                token_ids += self._plain_ids(guarded[int(piece)])
+                # A number that stands for nothing was in the text by itself (an argument of the template).
+                is_known = len(piece) < 9 and int(piece) < len(guarded)
+                token_ids += self._plain_ids(guarded[int(piece)] if is_known else f"\ue000{piece}\ue001")
             elif piece:
                 token_ids += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
         return token_ids
 
     def _plain_ids(self, name: str) -> list[int]:
         """Ids of a special token's name as plain text: of its two halves, which are no special token."""
-        if len(name) == 1:
-            return list(self._tokenizer(name, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        if name in self._single_ids:
+            return self._single_ids[name]
         halves = (name[: len(name) // 2], name[len(name) // 2 :])
         return [id_ for half in halves for id_ in self._tokenizer(half, add_special_tokens=False)["input_ids"]]
+
+    def _ids_of_single_characters(self) -> dict[str, list[int]]:
+        """Plain ids of special tokens that are one character, which has no halves.
+
+        Worked out here, since `split_special_tokens` switches the one tokenizer for all threads; the last call, without
+        it, switches back.
+        """
+        names = [name for name in self._special_texts if len(name) == 1]
+        ids = {
+            name: list(self._tokenizer(name, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+            for name in names
+        }
+        self._tokenizer("", add_special_tokens=False)
+        return ids
 
     def _probe_parts(self) -> bool:
         """Whether the template wants a message's content as a list of parts rather than as a string."""

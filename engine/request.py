@@ -127,12 +127,19 @@ class SamplingParams:
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "between 0.01 and 100"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
         ):
             if not is_allowed:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}, but must be {allowed}.", param=name)
+        for field_name, count, most in (("stop", len(self.stop), 64), ("logit_bias", len(self.logit_bias or {}), 1024)):
+            if count > most:
+                raise InvalidRequest(
+                    f"{field_name} has {count} entries, but may have {most} at most.", param=field_name
+                )
+        if any(len(text) > 1000 for text in self.stop):
+            raise InvalidRequest("stop holds a string of more than 1000 characters.", param="stop")
         if any(not text for text in self.stop):
             raise InvalidRequest("stop holds an empty string; remove it.", param="stop")
 

@@ -51,6 +51,13 @@ class Runner:
         self._graphs = graphs
 
     @torch.inference_mode()
+    def encode_media(self, item: PlanItem) -> None:
+        """Have the features of the media that the item's chunk touches; the request keeps them."""
+        for span in item.state.request.spans:
+            if max(span.start, item.start) < min(span.end, item.end):
+                self._features(item.state, span)
+
+    @torch.inference_mode()
     def execute(self, plan: Plan) -> list[tuple[PlanItem, int, TokenLogprob | None]]:
         """Compute the plan; returns each sampled item's next token (-1 where its logits are not numbers)."""
         batch = build_batch(plan, self._block_size, self._model.device)

@@ -111,6 +111,12 @@ class Scheduler:
         state.status = Status.FINISHED
         state.media_features.clear()
 
+    def forget(self, state: RequestState) -> None:
+        """Drop a request that could not be finished in order; what it held may be lost."""
+        self.running = [other for other in self.running if other is not state]
+        self.waiting = deque(other for other in self.waiting if other is not state)
+        state.status = Status.FINISHED
+
     def schedule(self) -> Plan:
         """The next step's plan; empty when nothing can run.
 
@@ -177,6 +183,7 @@ class Scheduler:
                 break
             for earlier in passed:
                 earlier.times_passed += 1
+                rows_are_closed = rows_are_closed or earlier.times_passed >= self.max_passes
             plan[id(state)] = PlanItem(state, state.num_computed, state.num_computed + num_tokens)
             budget -= num_tokens
         self.waiting.extendleft(reversed(passed))

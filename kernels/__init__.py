@@ -29,11 +29,14 @@ try:
     from kernels import paged_attention as _paged_attention
 except ImportError:  # no Triton for this platform
     HAS_TRITON = False
+    MAX_HEAD_DIM = 0
 else:
     HAS_TRITON = True
+    MAX_HEAD_DIM = _paged_attention.MAX_HEAD_DIM
 
 __all__ = [
     "HAS_TRITON",
+    "MAX_HEAD_DIM",
     "NULL_BLOCK",
     "AttentionBuffers",
     "AttentionMetadata",
@@ -116,7 +119,7 @@ def paged_attention(
     Raises:
         NotImplementedError: a soft cap where plain PyTorch would have to apply it.
     """
-    if HAS_TRITON and q.is_cuda and q.shape[-1] <= _paged_attention.MAX_HEAD_DIM:
+    if HAS_TRITON and q.is_cuda and q.shape[-1] <= MAX_HEAD_DIM:
         return _paged_attention.paged_attention(
             q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap
         )

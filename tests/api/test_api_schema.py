@@ -191,3 +191,17 @@ def test_a_completion_field_that_cannot_be_honoured_is_refused(fields: dict[str,
     with pytest.raises(InvalidRequest) as fault:
         use_completion(fields)
     assert fault.value.param == param
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"model": "m", "prompt": "\xed\xa0\x80"}', '{"model": "m", "prompt": "x"}'.encode("utf-16")]
+)
+def test_bodies_that_are_not_utf8_are_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        read_body(CompletionRequest, raw)
+
+
+def test_a_token_id_of_thousands_of_digits_is_refused() -> None:
+    body = read_body(ChatRequest, json.dumps({"model": "m", "messages": [], "logit_bias": {"1" * 5000: 1}}).encode())
+    with pytest.raises(InvalidRequest, match="is not a token id"):
+        body.sampling()

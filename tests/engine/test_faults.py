@@ -1,0 +1,215 @@
+"""Whatever fails inside the engine, each accepted request ends once, holds nothing then, and takes no neighbour along."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.answer import Answer
+from engine.config import LoRAModule
+from engine.detokenizer import DecodingTable, Detokenizer, StopMatcher
+from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
+from engine.loop import EngineLoop
+from engine.request import AudioPart, Delta, Receipt, TextPrompt, TokenPrompt
+from engine.sampler import SamplerRow
+from engine.state import EngineRequest, RequestState
+from tests.oracles import random_ids, tone
+
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+def drain(answer: Answer) -> list[Delta | AppError]:
+    """All events; fails where the answer never ends."""
+    events: list[Delta | AppError] = []
+
+    def read() -> None:
+        try:
+            events.extend(answer)
+        except AppError as error:
+            events.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(20)
+    assert not reader.is_alive(), "the answer never got its terminal event"
+    return events
+
+
+def start(engine: Engine, sampling: SamplingParams = SHORT, *, seed: int = 1, **named: Any) -> Answer:
+    return engine.start_sync(TokenPrompt(random_ids(40, seed)), sampling, **named)[0]
+
+
+@pytest.fixture
+def engine(llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path) -> Iterator[Engine]:
+    modules = [LoRAModule(name, str(path)) for name, path in llama_adapters.items()]
+    config = EngineConfig(model=str(llama_dir), adapter_dir=str(tmp_path), lora_modules=modules)
+    engine = Engine(config, checks_integrity=True)
+    yield engine
+    engine.close(0.0)
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError("out of memory, say")
+
+
+def test_a_request_that_cannot_be_started_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = start(engine, LONG)
+    events = iter(running)
+    next(events)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._slots._writer, "write", fail)  # type: ignore[union-attr]
+        bad = drain(start(engine, lora="qv"))
+    assert isinstance(bad[-1], EngineFault)
+    assert list(events)[-1].finish_reason == "length"
+    assert drain(start(engine, lora="qv"))[-1].finish_reason == "length"  # type: ignore[union-attr]
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
+
+
+def test_readers_hear_of_the_end_even_when_the_device_has_failed_for_good(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._loop._runner, "execute", fail)
+    monkeypatch.setattr(engine._loop._cache, "clear", fail)
+    for _ in range(2):
+        assert isinstance(drain(start(engine))[-1], AppError)
+
+
+def test_a_clip_that_cannot_be_encoded_takes_no_neighbour_along(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neighbour = tiny_engine.start_sync(TextPrompt("x"), LONG)[0]
+    events = iter(neighbour)
+    next(events)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_engine.base, "encode_audio", fail)
+        clip = AudioPart((tone(0.6, 877), 16_000))
+        bad = drain(tiny_engine.start_sync(TextPrompt("<|audio|>?", [clip]), SHORT)[0])
+    assert isinstance(bad[-1], EngineFault)
+    assert list(events)[-1].finish_reason == "length"
+
+
+def test_an_id_that_is_under_way_is_refused_and_the_first_goes_on(engine: Engine) -> None:
+    first = start(engine, LONG, request_id="same")
+    second = start(engine, seed=2, request_id="same", lora="qv")
+    second.abort()
+    assert isinstance(drain(second)[-1], InvalidRequest)
+    assert drain(first)[-1].finish_reason == "length"  # type: ignore[union-attr]
+
+
+def test_of_n_answers_none_is_left_behind_when_one_cannot_be_queued(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[EngineRequest] = []
+    submit = engine._loop.submit
+
+    def second_fails(request: EngineRequest, answer: Answer) -> None:
+        submitted.append(request)
+        if len(submitted) == 2:
+            raise EngineClosed("closing")
+        submit(request, answer)
+
+    monkeypatch.setattr(engine._loop, "submit", second_fails)
+    with pytest.raises(EngineClosed):
+        start(engine, LONG, lora="qv", n=3)
+    monkeypatch.undo()
+    drain(start(engine))
+    assert engine.stats().num_finished == {"abort": 1, "length": 1}
+    engine.adapters.unload("qv")
+    engine.adapters.check_integrity()
+
+
+def test_starting_on_a_closed_engine_says_so(engine: Engine) -> None:
+    engine.close(0.0)
+    with pytest.raises(EngineClosed):
+        asyncio.run(engine.start(TokenPrompt([1]), SHORT))
+
+
+@pytest.mark.parametrize("leave", [lambda events: events.close(), lambda events: None], ids=["close", "drop"])
+def test_an_iterator_that_is_left_before_its_first_event_aborts(engine: Engine, leave: Callable[[Any], None]) -> None:
+    events = iter(start(engine, LONG))
+    leave(events)
+    del events
+    gc.collect()
+    drain(start(engine))
+    assert engine.stats().num_finished["abort"] == 1
+
+
+def test_what_a_broken_request_left_in_a_block_reaches_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers gone wrong in a prompt that is aborted before they are noticed."""
+    expected = [drain(start(engine, seed=seed))[-1] for seed in range(3)]
+    reached = threading.Event()
+    decode = type(engine.base).decode
+
+    def poison(base: Any, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        reached.set()
+        return decode(base, embeddings * float("nan"), positions)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.base), "decode", poison)
+        bad = start(engine, LONG, seed=9)
+        reached.wait(10)
+        bad.abort()
+        drain(bad)
+    again = [start(engine, seed=seed) for seed in range(3)]
+    assert [drain(answer)[-1] for answer in again] == expected
+
+
+def test_a_stop_string_that_the_last_token_completes_is_a_stop() -> None:
+    vocab = {"<unk>": 0, "a": 1, "<0xC3>": 2, "<0xA9>": 3}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer: Any = SimpleNamespace(backend_tokenizer=backend)
+    sampling, receipt = SamplingParams(max_tokens=3, stop=["é"]), Receipt(None, None, "base")
+    request = EngineRequest("x", [1], (), sampling, 3, frozenset(), None, receipt)
+    matcher = StopMatcher(tuple(sampling.stop))
+    answer = Answer("x", receipt, [1])
+    state = RequestState(request, answer, SamplerRow(sampling), Detokenizer(DecodingTable(tokenizer)), matcher, [1], [])
+    scheduler: Any = SimpleNamespace(finish=lambda *_, **__: None, has_work=False)
+    loop = EngineLoop(scheduler, None, None, tokenizer)  # type: ignore[arg-type]
+    for token_id in (1, 2, 3):
+        loop._take_token(state, token_id, None)
+    events = list(answer)
+    assert "".join(event.text for event in events) == "a"
+    assert (events[-1].finish_reason, events[-1].stop_reason) == ("stop", "é")
+
+
+def test_the_bound_on_being_passed_holds_within_one_step() -> None:
+    from tests.engine.test_scheduler import _generation, _run_step, _scheduler, _state
+
+    scheduler = _scheduler(num_blocks=500, num_rows=1, max_passes=2, max_num_seqs=64, max_num_batched_tokens=500)
+    busy, rare = _generation("busy"), _generation("rare")
+    scheduler.add(_state(0, [1], busy))
+    _run_step(scheduler, random.Random(0))
+    waiter = _state(1, [1], rare)
+    scheduler.add(waiter)
+    for number in range(2, 50):
+        scheduler.add(_state(number, [1], busy))
+    _run_step(scheduler, random.Random(0))
+    assert waiter.times_passed == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stop": ["x"] * 65},
+        {"stop": "x" * 1001},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"repetition_penalty": 1e-320},
+    ],
+)
+def test_parameters_that_would_slow_everybody_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        SamplingParams(**settings)
