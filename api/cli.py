@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
-from api.settings import ConfigFault, ServerSettings, environment_values, is_switch
+from api.settings import ConfigFault, ServerSettings, environment_values
 from engine.config import EngineConfig, LoRAModule, add_flags, flag_name, json_object
 
 HELP_HINT = "see `python app.py --help`"
@@ -103,13 +103,6 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigFault(f"unknown flag {flag}; " + (f"did you mean {alike[0]}?" if alike else f"{HELP_HINT}."))
 
 
-class _Switch(argparse.BooleanOptionalAction):
-    """`--x/--no-x` for a row whose default is worked out at start."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, default: Any, help: str, **_unused: Any) -> None:
-        super().__init__(option_strings, dest, default=default, help=help)
-
-
 class _Modules(argparse.Action):
     """Collects the items of `--lora-modules`; the flag may be repeated."""
 
@@ -127,8 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model_word", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     # An empty --lora-modules means none, as with vLLM, so "*" and not "+".
     add_flags(parser, EngineConfig, special={"lora_modules": {"type": parse_lora_modules, "action": _Modules}})
-    switches = {row.name: {"action": _Switch} for row in fields(ServerSettings) if is_switch(row)}
-    add_flags(parser, ServerSettings, special=switches)
+    add_flags(parser, ServerSettings)
     old = parser.add_argument_group("kept for old command lines")
     old.add_argument(
         "--lora-extra-vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help="0 is the only value served"

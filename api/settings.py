@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
-from engine.config import setting
+from engine.config import is_switch, setting
 from engine.errors import AppError
 
 ENVIRONMENT_PREFIX = "SWITCHBOARD_"
@@ -126,11 +126,6 @@ def is_loopback_host(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def is_switch(row: Field[Any]) -> bool:
-    """Whether a row of a settings table is on or off (or worked out at start), so that its flag takes no word."""
-    return str(row.type).startswith("bool")
 
 
 def environment_values(

@@ -6,29 +6,35 @@ function below is what the model class calls. It raises on any argument that it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from engine import ops
 from engine.kv_cache import KVCache
-from kernels import AttentionMetadata, paged_attention, write_kv_
+from kernels import AttentionMetadata
 
 PAGED_ATTENTION = "switchboard_paged"
 """Name of the attention implementation, as set in a model's config."""
 
 _HARMLESS_ARGUMENTS = frozenset({"output_router_logits", "dropout", "position_ids", "use_cache", "is_causal"})
-_BINDING = "_switchboard_binding"
+_BINDING = "switchboard_binding"
 
 
-@dataclass
+@dataclass(eq=False)
 class AttentionStep:
-    """What changes from step to step, shared by all layers."""
+    """What changes from step to step, shared by all layers; operators find it by `number`."""
 
     metadata: AttentionMetadata | None = None
     kv_index: torch.Tensor | None = None
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = ops.register_step(self)
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,16 @@ def bind_attention(decoder: nn.Module, cache: KVCache) -> AttentionStep:
     }
     assert sorted(layers) == list(range(cache.shape.num_layers)), f"layers {sorted(layers)} do not match the cache"
     for index, module in layers.items():
-        # Not through nn.Module.__setattr__: pools are no parameters, and every layer shares the step.
-        module.__dict__[_BINDING] = AttentionBinding(cache.keys[index], cache.values[index], step)
+        # The binding is no tensor, so nn.Module keeps it as a plain attribute, out of the state dict.
+        setattr(module, _BINDING, AttentionBinding(cache.keys[index], cache.values[index], step))
     return step
+
+
+def attention_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The pools that a module is bound to, if it is an attention module."""
+    binding: AttentionBinding | None = getattr(module, _BINDING, None)
+    if binding is not None:
+        yield from (binding.keys, binding.values)
 
 
 def paged_attention_forward(
@@ -77,21 +90,21 @@ def paged_attention_forward(
     Returns:
         ([1, T, Hq, D], None).
     """
-    unknown = {name for name, value_ in kwargs.items() if value_ is not None and name not in _HARMLESS_ARGUMENTS}
+    unknown = [name for name in kwargs if kwargs[name] is not None and name not in _HARMLESS_ARGUMENTS]
     if unknown or attention_mask is not None:
-        raise NotImplementedError(f"paged attention does not implement {sorted(unknown) or 'attention masks'}")
-    binding: AttentionBinding = module.__dict__[_BINDING]
-    metadata, kv_index = binding.step.metadata, binding.step.kv_index
-    assert metadata is not None and kv_index is not None, "attention ran outside a step"
-    write_kv_(key[0].transpose(0, 1), value[0].transpose(0, 1), binding.keys, binding.values, kv_index)
-    output = paged_attention(
-        query[0].transpose(0, 1),
-        binding.keys,
-        binding.values,
-        metadata,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-    )
+        raise NotImplementedError(f"paged attention does not implement {unknown or 'attention masks'}")
+    binding: AttentionBinding = getattr(module, _BINDING)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if torch.compiler.is_compiling():
+        output = ops.attend_op(
+            query, key, value, binding.keys, binding.values, binding.step.number, scale, sliding_window, None
+        )
+    else:
+        output = ops.attend(
+            query, key, value, binding.keys, binding.values, binding.step,
+            scale=scale, window=sliding_window, soft_cap=None,
+        )  # fmt: skip
     return output[None], None
 
 

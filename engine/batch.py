@@ -1,79 +1,103 @@
-"""Turns a plan into the step's tensors: the only place where batch metadata is built, whole, once a step.
+"""Turns a plan into the step's numbers: the only place where batch metadata is built, whole, once a step.
 
-Owns no state. Called by `engine/runner`.
+Everything is made on the host and sent by the runner in one transfer. Owns no state. Called by `engine/runner`.
 
-T packed tokens, B requests, R sampled rows, M blocks of the longest request.
+T packed tokens, padding included, B requests, R sampled rows, M blocks of the longest request.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.scheduler import Plan, PlanItem
-from kernels import NULL_BLOCK, AttentionMetadata, LoraSegment
+from kernels import NULL_BLOCK, LoraSegment
+
+TOKEN_IDS, POSITIONS, KV_INDEX, FLIGHT_ROWS = range(4)
+"""Rows of `Batch.inputs`."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's input.
+    """One step's input, on the host.
 
     Attributes:
-        token_ids: [T] int64.
-        positions: [T] int64, each token's place in its request.
-        kv_index: [T] int64, where each token's keys and values go in the pool.
-        attention: where keys lie.
+        inputs: [4, T] int64: token ids; each token's place in its request; where its keys and values go in the pool (-1
+            for padding); and its row among the tokens that the step before sampled, -1 where the id is known.
+        query_lens, kv_lens: B counts of query tokens and of keys, this step's included.
+        block_table: [B, M] int32, padded with the null block.
         lora_segments: adapters of the packed tokens.
         logits_at: [R] int64, packed tokens whose logits are needed.
         head_segments: adapters of the R rows.
         sampled: the R items that `logits_at` belongs to, in order.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    kv_index: torch.Tensor
-    attention: AttentionMetadata
+    inputs: torch.Tensor
+    query_lens: list[int]
+    kv_lens: list[int]
+    block_table: torch.Tensor
     lora_segments: tuple[LoraSegment, ...]
     logits_at: torch.Tensor
     head_segments: tuple[LoraSegment, ...]
     sampled: tuple[PlanItem, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.inputs.shape[1])
 
-def build_batch(plan: Plan, block_size: int, device: torch.device) -> Batch:
-    """The tensors of `plan`, whose items are ordered by LoRA row."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    last_tokens: list[int] = []
-    for item in plan.items:
-        token_ids += item.state.token_ids[item.start : item.end]
-        positions += range(item.start, item.end)
-        last_tokens.append(len(token_ids) - 1)
-    query_lens = [item.end - item.start for item in plan.items]
-    sampled = [row for row, item in enumerate(plan.items) if item.is_sampled]
-    slots = [item.state.lora_slot for item in plan.items]
 
-    block_table = _block_table(plan, block_size)
-    row_of_token = torch.repeat_interleave(torch.arange(len(plan.items)), torch.tensor(query_lens))
-    position = torch.tensor(positions, dtype=torch.int64)
-    kv_index = block_table[row_of_token, position // block_size] * block_size + position % block_size
+def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None) -> Batch:
+    """The numbers of `plan`, whose items are ordered by LoRA row; padded to `num_tokens` tokens where that is given."""
+    items = plan.items
+    starts = np.fromiter((item.start for item in items), np.int64, len(items))
+    ends = np.fromiter((item.end for item in items), np.int64, len(items))
+    query_lens = ends - starts
+    token_ends = np.cumsum(query_lens)
+    num_packed = int(token_ends[-1])
+
+    inputs = np.zeros((4, num_packed if num_tokens is None else num_tokens), np.int64)
+    inputs[KV_INDEX, num_packed:] = -1
+    inputs[FLIGHT_ROWS] = -1
+    table = _block_table(plan, block_size)
+    row_of_token = np.repeat(np.arange(len(items)), query_lens)
+    positions = np.arange(num_packed) + np.repeat(ends - token_ends, query_lens)
+    inputs[POSITIONS, :num_packed] = positions
+    in_block = positions % block_size
+    inputs[KV_INDEX, :num_packed] = (
+        table[row_of_token, positions // block_size].astype(np.int64) * block_size + in_block
+    )
+    for item, token_end in zip(items, token_ends.tolist(), strict=True):
+        known = item.state.token_ids[item.start : item.end]
+        token_start = token_end - (item.end - item.start)
+        inputs[TOKEN_IDS, token_start : token_start + len(known)] = known
+        if len(known) < item.end - item.start:
+            inputs[FLIGHT_ROWS, token_end - 1] = item.state.flight_row
+
+    sampled = [row for row, item in enumerate(items) if item.is_sampled]
+    slots = [item.state.lora_slot for item in items]
+    lens: list[int] = query_lens.tolist()
     return Batch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device),
-        positions=position.to(device),
-        kv_index=kv_index.to(device),
-        attention=AttentionMetadata(query_lens, [item.end for item in plan.items], block_table.to(device), block_size),
-        lora_segments=_segments(slots, query_lens),
-        logits_at=torch.tensor([last_tokens[row] for row in sampled], dtype=torch.int64).to(device),
+        inputs=torch.from_numpy(inputs),
+        query_lens=lens,
+        kv_lens=ends.tolist(),
+        block_table=torch.from_numpy(table),
+        lora_segments=_segments(slots, lens),
+        logits_at=torch.from_numpy(token_ends[sampled] - 1),
         head_segments=_segments([slots[row] for row in sampled], [1] * len(sampled)),
-        sampled=tuple(plan.items[row] for row in sampled),
+        sampled=tuple(items[row] for row in sampled),
     )
 
 
-def _block_table(plan: Plan, block_size: int) -> torch.Tensor:
-    """[B, M] int64, padded with the null block."""
-    used = [item.state.blocks[: -(-item.end // block_size)] for item in plan.items]
-    width = max(len(blocks) for blocks in used)
-    return torch.tensor([blocks + [NULL_BLOCK] * (width - len(blocks)) for blocks in used], dtype=torch.int64)
+def _block_table(plan: Plan, block_size: int) -> np.ndarray:
+    """[B, M] int32, padded with the null block."""
+    counts = [-(-item.end // block_size) for item in plan.items]
+    table = np.full((len(counts), max(counts)), NULL_BLOCK, np.int32)
+    for row, (item, count) in enumerate(zip(plan.items, counts, strict=True)):
+        table[row, :count] = item.state.block_row()[:count]
+    return table
 
 
 def _segments(slots: list[int], lens: list[int]) -> tuple[LoraSegment, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,10 @@ class EngineConfig:
     block_size: int = setting(16, "tokens in one KV cache block", parse=int, metavar="N")
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of equal prompt beginnings")
     enforce_eager: bool = setting(False, "no compilation and no CUDA graphs")
+    async_scheduling: bool | None = setting(
+        None, "launch each step before the one before it is read, so that the host works while the device computes",
+        shown_default="on for a GPU",
+    )  # fmt: skip
     seed: int = setting(0, "seed of random weights and of unseeded sampling", parse=int, metavar="N")
     enable_lora: bool = setting(True, "serve adapters")
     lora_modules: list[LoRAModule] = setting(
@@ -122,6 +126,11 @@ class EngineConfig:
     gguf_file: str | None = setting(None, "name of a GGUF file inside the model folder", metavar="FILE")
 
 
+def is_switch(row: Field[Any]) -> bool:
+    """Whether a row of a settings table is on or off (or worked out at start), so that its flag takes no word."""
+    return str(row.type).startswith("bool")
+
+
 def flag_name(row: Field[Any]) -> str:
     """`max_loras` -> `--max-loras`."""
     return "--" + row.name.replace("_", "-")
@@ -134,8 +143,7 @@ def add_flags(parser: argparse.ArgumentParser, table: type, *, special: Mapping[
     """
     for row in fields(table):
         keywords: dict[str, Any] = {"dest": row.name, "help": row.metadata["help"], "default": argparse.SUPPRESS}
-        default = row.default if row.default is not MISSING else None
-        if isinstance(default, bool):
+        if is_switch(row):
             keywords["action"] = argparse.BooleanOptionalAction
         else:
             keywords |= {"type": row.metadata["parse"], "metavar": row.metadata["metavar"]}

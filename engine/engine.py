@@ -23,9 +23,11 @@ from engine.answer import Answer
 from engine.attention import bind_attention
 from engine.audio import AudioFrontend
 from engine.block_pool import BlockPool
+from engine.compiler import compile_decoder
 from engine.config import EngineConfig, LoRAModule
 from engine.encoder_cache import EncoderCache
 from engine.errors import AppError, EngineClosed, InvalidRequest
+from engine.flight import FlightTokens
 from engine.graphs import DecodeGraphs
 from engine.intake import Intake, Limits
 from engine.loop import EngineLoop
@@ -37,7 +39,15 @@ from engine.routing import RESERVED_NAMES
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
-from engine.setup import check_settings, fit_context, lora_dtype, make_cache, user_data_dir, with_embedded_defaults
+from engine.setup import (
+    check_settings,
+    fit_context,
+    lora_dtype,
+    make_cache,
+    runs_ahead,
+    user_data_dir,
+    with_embedded_defaults,
+)
 from engine.state import EngineRequest
 from engine.tokenizer import eos_token_ids, load_processor, load_tokenizer
 from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
@@ -130,18 +140,31 @@ class Engine:
             block_size=config.block_size,
         )
         sampler = Sampler(config.seed, self.base.device)
+        flight_tokens = FlightTokens(self._scheduler.max_num_seqs, self.base.device)
         graphs = None
         has_kernels = HAS_TRITON and self.base.kv_shape.head_dim <= MAX_HEAD_DIM
         if self.base.device.type == "cuda" and has_kernels and not config.enforce_eager:
             graphs = DecodeGraphs(
-                self.base, attention_step, lora_metadata, max_num_seqs=self._scheduler.max_num_seqs,
+                self.base, attention_step, lora_metadata, flight_tokens, max_num_seqs=self._scheduler.max_num_seqs,
                 max_blocks=-(-self.max_model_len // config.block_size), block_size=config.block_size,
             )  # fmt: skip
-            graphs.record()
         runner = Runner(
-            self.base, attention_step, lora_metadata, self._encoder_cache, sampler, config.block_size, graphs
+            self.base,
+            attention_step,
+            lora_metadata,
+            self._encoder_cache,
+            sampler,
+            config.block_size,
+            flight_tokens,
+            graphs,
         )
-        self._loop = EngineLoop(self._scheduler, runner, cache, self.tokenizer, checks_integrity=checks_integrity)
+        if graphs is not None:
+            compile_decoder(self.base.decoder, runner.warm_up)
+            graphs.record()
+        self._loop = EngineLoop(
+            self._scheduler, runner, cache, self.tokenizer, runs_ahead=runs_ahead(config, self.base),
+            checks_integrity=checks_integrity,
+        )  # fmt: skip
         self._intake = Intake(
             builder=PromptBuilder(self.tokenizer, chat_template, audio, self.base.vocab_size),
             audio=audio,

@@ -14,8 +14,11 @@ from collections.abc import Mapping
 import torch
 
 from engine.attention import AttentionStep
-from engine.batch import Batch
+from engine.batch import FLIGHT_ROWS, KV_INDEX, POSITIONS, TOKEN_IDS, Batch
+from engine.flight import FlightTokens
 from engine.model import BaseModel
+from engine.scheduler import Plan
+from engine.transfer import pinned
 from kernels import AttentionBuffers, LoraMetadata, LoraSegment
 
 logger = logging.getLogger(__name__)
@@ -34,16 +37,19 @@ class DecodeGraphs:
         model: the base model, with its attention bound to `attention_step`.
         attention_step: what the attention layers read.
         lora_metadata: what the LoRA-aware linears read, by part; empty when adapters are off.
+        flight_tokens: what the latest step sampled.
         max_num_seqs: most requests in a step.
         max_blocks: most KV blocks of a request.
         block_size: tokens in a KV block.
     """
 
+    @torch.inference_mode()  # Compiled code tells inference tensors from others: all inputs must be of one kind.
     def __init__(
         self,
         model: BaseModel,
         attention_step: AttentionStep,
         lora_metadata: Mapping[str, LoraMetadata],
+        flight_tokens: FlightTokens,
         *,
         max_num_seqs: int,
         max_blocks: int,
@@ -52,11 +58,10 @@ class DecodeGraphs:
         self._model = model
         self._attention_step = attention_step
         self._lora_metadata = lora_metadata
+        self._flight_tokens = flight_tokens
         self._sizes = batch_sizes(max_num_seqs)
         self._buffers = AttentionBuffers(max_num_seqs, max_blocks, block_size, model.device)
-        self._token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
-        self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
-        self._kv_index = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=model.device)
+        self._inputs = torch.zeros(4 * max_num_seqs, dtype=torch.int64, device=model.device)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     @torch.inference_mode()
@@ -82,34 +87,40 @@ class DecodeGraphs:
         self._update_lora((), 0)
         logger.info("event=graphs_ready graphs=%d seconds=%.1f", len(self._graphs), time.perf_counter() - started)
 
-    def can_run(self, batch: Batch) -> bool:
-        """Whether the step is decodes alone, not more than were recorded for, and without media."""
-        num_tokens = batch.token_ids.shape[0]
-        return num_tokens == len(batch.sampled) <= self._sizes[-1] and not any(
-            item.state.request.spans and item.start < item.state.prompt_len for item in batch.sampled
-        )
+    def size_for(self, plan: Plan) -> int | None:
+        """Tokens of the graph for a plan, padding included; None where it is not decodes alone, or has media."""
+        num_tokens = len(plan.items)
+        if num_tokens > self._sizes[-1] or plan.num_tokens != num_tokens:
+            return None
+        for item in plan.items:
+            if not item.is_sampled or (item.state.request.spans and item.start < item.state.prompt_len):
+                return None
+        return next(size for size in self._sizes if size >= num_tokens)
 
     def run(self, batch: Batch) -> torch.Tensor:
         """[B, V] float32 logits of a decode step; the memory is the graph's own and lasts until the next replay."""
-        num_tokens = batch.token_ids.shape[0]
-        size = next(size for size in self._sizes if size >= num_tokens)
-        self._token_ids[:num_tokens].copy_(batch.token_ids)
-        self._positions[:num_tokens].copy_(batch.positions)
-        self._kv_index[:num_tokens].copy_(batch.kv_index)
-        self._kv_index[num_tokens:size].fill_(-1)
-        self._buffers.fill(batch.attention.query_lens, batch.attention.kv_lens, batch.attention.block_table, size)
+        size = batch.num_tokens
+        self._inputs_of(size).copy_(pinned(batch.inputs, self._model.device), non_blocking=True)
+        self._buffers.fill(batch.query_lens, batch.kv_lens, batch.block_table, size)
         has_lora = bool(batch.lora_segments)
         if has_lora:
             self._update_lora(batch.lora_segments, size)
         graph, logits = self._graphs[size, has_lora]
         graph.replay()
-        return logits[:num_tokens]
+        return logits[: len(batch.sampled)]
+
+    def _inputs_of(self, size: int) -> torch.Tensor:
+        """[4, size] int64, the rows of `Batch.inputs`: the beginning of a buffer that all sizes share."""
+        return self._inputs[: 4 * size].view(4, size)
 
     def _prepare(self, size: int, has_lora: bool) -> None:
         """Inputs for recording: padding alone, and one adapter segment where the family has LoRA."""
         nothing = torch.zeros(0, 1, dtype=torch.int64)
+        inputs = self._inputs_of(size)
+        inputs.zero_()
+        inputs[KV_INDEX:] = -1
         self._attention_step.metadata = self._buffers.fill([], [], nothing, size)
-        self._attention_step.kv_index = self._kv_index[:size]
+        self._attention_step.kv_index = inputs[KV_INDEX]
         self._update_lora((LoraSegment(0, 0, 1),) if has_lora else (), size)
 
     def _update_lora(self, segments: tuple[LoraSegment, ...], num_tokens: int) -> None:
@@ -118,5 +129,6 @@ class DecodeGraphs:
                 self._lora_metadata[part].update(segments, num_tokens)
 
     def _forward(self, size: int) -> torch.Tensor:
-        embeddings = self._model.embed(self._token_ids[:size])
-        return self._model.logits(self._model.decode(embeddings, self._positions[:size]))
+        inputs = self._inputs_of(size)
+        token_ids = self._flight_tokens.fill_in(inputs[TOKEN_IDS], inputs[FLIGHT_ROWS])
+        return self._model.logits(self._model.decode(self._model.embed(token_ids), inputs[POSITIONS]))

@@ -18,7 +18,7 @@ from engine.detokenizer import DecodingTable, Detokenizer, FastTokenizer, StopMa
 from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
 from engine.kv_cache import KVCache
 from engine.request import Delta, FinishReason, TokenLogprob
-from engine.runner import Runner
+from engine.runner import LaunchedStep, Runner
 from engine.sampler import INVALID_TOKEN, SamplerRow, make_generator
 from engine.scheduler import AdmissionFault, Plan, PlanItem, Scheduler
 from engine.state import EngineRequest, RequestState, Status
@@ -38,11 +38,26 @@ class LoopCounters:
     """Requests of the latest step by adapter name; the base model is `base`."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    """A launched step whose tokens have not been read."""
+
+    plan: Plan
+    step: LaunchedStep
+
+    @property
+    def is_read_first(self) -> bool:
+        """Whether a row's next token depends on its earlier ones on the host (penalties)."""
+        return any(item.state.sampler_row.reads_outputs for item in self.step.sampled)
+
+
 class EngineLoop:
     """Runs the engine's steps on a thread of its own.
 
     Args:
         scheduler, runner, cache, tokenizer: the parts of the engine.
+        runs_ahead: launch each step before the tokens of the one before it are read, so that the host's work is done
+            while the device computes. A request that ends by its text then costs one more row of one step.
         checks_integrity: assert after every step that nothing leaked (tests).
     """
 
@@ -53,13 +68,16 @@ class EngineLoop:
         cache: KVCache,
         tokenizer: FastTokenizer,
         *,
+        runs_ahead: bool = False,
         checks_integrity: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._cache = cache
         self._decoding = DecodingTable(tokenizer)
+        self._runs_ahead = runs_ahead
         self._checks_integrity = checks_integrity
+        self._in_flight: _InFlight | None = None
         self._states: dict[str, RequestState] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -146,16 +164,20 @@ class EngineLoop:
     def _run_steps(self) -> None:
         while True:
             with self._wake:
-                while not self._inbox and not self._scheduler.has_work and not self._is_closing:
+                while not self._inbox and not self._has_work and not self._is_closing:
                     self._wake.wait()
                 actions = list(self._inbox)
                 self._inbox.clear()
             for action in actions:
                 self._guard(action)
-            if self._is_closing and (not self._scheduler.has_work or time.monotonic() > self._close_at):
+            if self._is_closing and (not self._has_work or time.monotonic() > self._close_at):
                 break
-            if self._scheduler.has_work:
+            if self._has_work:
                 self._step()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work or self._in_flight is not None
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Thread border: an inbox action that fails is logged and never stops the loop."""
@@ -183,34 +205,64 @@ class EngineLoop:
             self._finish(state, "abort", Delta(finish_reason="abort"))
 
     def _step(self) -> None:
-        """One step. Thread border: whatever goes wrong in it fails the requests of the plan, not the loop."""
+        """Launch a step, then read the one before it. Thread border: a fault fails the requests of its step alone."""
         plan = Plan()
         try:
-            plan = self._scheduler.schedule()
-            if not plan.items:
+            plan = self._schedule()
+            if plan.items:
+                self._announce(plan)
+                self._encode_media(plan)
+            elif self._in_flight is None:
                 self._check_progress(plan)
-                return
-            self._announce(plan)
-            self._encode_media(plan)
-            if not plan.items:
-                return
-            sampled = self._runner.execute(plan)
-            self._scheduler.commit(plan)
-            self._count(plan)
+            launched = None
+            if plan.items:
+                launched = _InFlight(plan, self._runner.launch(plan))
+                self._scheduler.advance(plan)
+                self._count(plan)
         except AdmissionFault as fault:
             logger.exception("event=admission_failed request=%s", fault.state.request.request_id)
             self._fail(fault.state, EngineFault("The engine failed while starting this answer; try again."))
             return
         except Exception:
-            ids = ",".join(item.state.request.request_id for item in plan.items)
-            logger.exception("event=step_failed requests=%s", ids)
-            for item in plan.items:
-                self._fail(item.state, EngineFault("The engine failed while computing this answer; try again."))
+            logger.exception("event=step_failed requests=%s", _request_ids(plan))
+            self._fail_step(plan)
+            return
+        self._settle()
+        self._in_flight = launched
+        if not self._runs_ahead:
+            self._settle()
+        if self._checks_integrity:
+            self._scheduler.check_integrity()
+
+    def _schedule(self) -> Plan:
+        """The next plan. What runs is read first where the plan depends on it: on its tokens, or on its room."""
+        if self._in_flight is not None and self._in_flight.is_read_first:
+            self._settle()
+        plan = self._scheduler.schedule(may_preempt=self._in_flight is None)
+        if plan is None:
+            self._settle()
+            plan = self._scheduler.schedule()
+            assert plan is not None, "the scheduler may preempt now"
+        return plan
+
+    def _settle(self) -> None:
+        """Wait for the step in flight and hand out its tokens. Thread border, as `_step`."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
+        try:
+            sampled = in_flight.step.read()
+            self._scheduler.commit(in_flight.plan)
+        except Exception:
+            logger.exception("event=step_failed requests=%s", _request_ids(in_flight.plan))
+            self._fail_step(in_flight.plan)
             return
         for item, token_id, logprob in sampled:
             self._take_token_guarded(item, token_id, logprob)
-        if self._checks_integrity:
-            self._scheduler.check_integrity()
+
+    def _fail_step(self, plan: Plan) -> None:
+        for item in plan.items:
+            self._fail(item.state, EngineFault("The engine failed while computing this answer; try again."))
 
     def _encode_media(self, plan: Plan) -> None:
         """Compute media features request by request, so that a clip which fails takes no neighbour along."""
@@ -322,3 +374,7 @@ class EngineLoop:
             state.request.handle.release()
         self.counters.num_finished[outcome] += 1
         state.answer.put(event)
+
+
+def _request_ids(plan: Plan) -> str:
+    return ",".join(item.state.request.request_id for item in plan.items)

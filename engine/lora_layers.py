@@ -9,13 +9,14 @@ which adapter lies in which row is `adapters/slots`' business, which writes thro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from adapters.surface import LinearSite
+from engine import ops
 from kernels import LoraMetadata, lora_add_group_
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears that read the same input, in the order in which model classes call them."""
 
-_MEMBER = "_switchboard_lora"
+_MEMBER = "switchboard_lora"
 
 
 class LoraGroup:
@@ -36,6 +37,7 @@ class LoraGroup:
         lora_a: [N, M, R, in]; lora_b: [N, O, R], scale folded in. What lies above a row's own rank is never used.
         host_ranks: [N][M] ranks, 0 where the row's adapter does not touch the module; `ranks` has them on the device.
         metadata: which packed tokens use which row; shared with all groups of the same part of the model.
+        step_number: by which operators find `metadata`.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class LoraGroup:
         modules: Mapping[str, nn.Module],
         sites: Mapping[str, LinearSite],
         metadata: LoraMetadata,
+        step_number: int,
         *,
         num_slots: int,
         max_rank: int,
@@ -50,6 +53,7 @@ class LoraGroup:
     ) -> None:
         self.names = tuple(modules)
         self.metadata = metadata
+        self.step_number = step_number
         self.slice_ends = tuple(_ends([sites[name].out_features for name in self.names]))
         device = next(next(iter(modules.values())).parameters()).device
         in_features = sites[self.names[0]].in_features
@@ -75,10 +79,15 @@ class LoraGroup:
             self._add(output, x)
             self._last = (x, output)
         output = self._last[1]
-        if index == len(self.names) - 1:
+        if index == len(self.slice_ends) - 1:
             self._last = None
         start = self.slice_ends[index - 1] if index else 0
         return output[..., start : self.slice_ends[index]]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that `forward` reads beside its input."""
+        yield from (self.lora_a, self.lora_b, self.ranks)
+        yield from (tensor for tensor in (self._weight, self._bias) if tensor is not None)
 
     def write(self, lora_slot: int, generation: Generation) -> None:
         """Copy a generation's weights into row `lora_slot`; modules that it does not touch get rank 0."""
@@ -105,7 +114,9 @@ class LoraGroup:
         self.ranks[lora_slot] = torch.tensor(self.host_ranks[lora_slot], dtype=torch.int32, device=self.ranks.device)
 
     def _add(self, output: torch.Tensor, x: torch.Tensor) -> None:
-        if self.metadata.segments:
+        if torch.compiler.is_compiling():
+            ops.lora_add_op(output, x, self.lora_a, self.lora_b, self.ranks, self.slice_ends, self.step_number)
+        elif self.metadata.segments:
             lora_add_group_(
                 output.view(-1, output.shape[-1]),
                 x.reshape(-1, x.shape[-1]),
@@ -130,13 +141,27 @@ class LoraGroup:
             start = end
 
 
+class LoraMember(NamedTuple):
+    """A linear's place: module number `position` of `group`."""
+
+    group: LoraGroup
+    position: int
+
+
 class LoraLinearMixin:
     """`forward` of a LoRA-aware linear: the base layer's output plus each token's own adapter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        group, index = cast("tuple[LoraGroup, int]", self.__dict__[_MEMBER])
-        return group.forward(index, cast(nn.Module, self), x)
+        member: LoraMember = getattr(self, _MEMBER)
+        return member.group.forward(member.position, cast(nn.Module, self), x)
+
+
+def lora_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Buffers and fused weights that a LoRA-aware linear reads; nothing for other modules."""
+    member: LoraMember | None = getattr(module, _MEMBER, None)
+    if member is not None:
+        yield from member.group.tensors()
 
 
 class LoraBuffers:
@@ -160,18 +185,21 @@ class LoraBuffers:
         dtype: torch.dtype,
     ) -> None:
         self._groups: list[LoraGroup] = []
+        numbers = {part: ops.register_step(of_part) for part, of_part in metadata.items()}
         classes: dict[type, type] = {}
         for names in group_sites(model, sites):
             modules = {name: model.get_submodule(name) for name in names}
             part = sites[names[0]].part
-            group = LoraGroup(modules, sites, metadata[part], num_slots=num_slots, max_rank=max_rank, dtype=dtype)
+            group = LoraGroup(
+                modules, sites, metadata[part], numbers[part], num_slots=num_slots, max_rank=max_rank, dtype=dtype
+            )
             for index, module in enumerate(modules.values()):
                 base = type(module)
                 if base not in classes:
                     classes[base] = type(f"Lora{base.__name__}", (LoraLinearMixin, base), {})
                 module.__class__ = classes[base]
-                # Not through nn.Module.__setattr__: the buffers must stay out of the state dict.
-                module.__dict__[_MEMBER] = (group, index)
+                # A group is no tensor, so nn.Module keeps it as a plain attribute, out of the state dict.
+                setattr(module, _MEMBER, LoraMember(group, index))
             self._groups.append(group)
 
     @property

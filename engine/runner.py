@@ -5,18 +5,35 @@ Owns the step objects that the layers read and the encoder cache. Called by `eng
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from engine.attention import AttentionStep
-from engine.batch import Batch, build_batch
+from engine.batch import FLIGHT_ROWS, KV_INDEX, POSITIONS, TOKEN_IDS, Batch, build_batch
 from engine.encoder_cache import EncoderCache
+from engine.flight import FlightTokens
 from engine.graphs import DecodeGraphs
 from engine.model import BaseModel
 from engine.request import TokenLogprob
-from engine.sampler import Sampler
+from engine.sampler import Choice, Sampler
 from engine.scheduler import Plan, PlanItem
 from engine.state import MediaSpan, RequestState
-from kernels import LoraMetadata, LoraSegment
+from engine.transfer import to_device
+from kernels import NULL_BLOCK, AttentionMetadata, LoraMetadata, LoraSegment
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device may still be computing: the items that it samples, and what it chose for each."""
+
+    sampled: tuple[PlanItem, ...]
+    choice: Choice
+
+    def read(self) -> list[tuple[PlanItem, int, TokenLogprob | None]]:
+        """Each sampled item's next token (-1 where its logits are not numbers); waits until the device has them."""
+        token_ids, logprobs = self.choice.read()
+        return list(zip(self.sampled, token_ids, logprobs, strict=True))
 
 
 class Runner:
@@ -28,8 +45,9 @@ class Runner:
         lora_metadata: what the LoRA-aware linears read, by part of the model; empty when adapters are off.
         encoder_cache: computed media features.
         sampler: chooses tokens.
-        graphs: recorded decode steps; None runs every step launch by launch.
         block_size: tokens in a KV block.
+        flight_tokens: what the latest step sampled.
+        graphs: recorded decode steps; None runs every step launch by launch.
     """
 
     def __init__(
@@ -40,6 +58,7 @@ class Runner:
         encoder_cache: EncoderCache,
         sampler: Sampler,
         block_size: int,
+        flight_tokens: FlightTokens,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
@@ -48,6 +67,7 @@ class Runner:
         self._encoder_cache = encoder_cache
         self._sampler = sampler
         self._block_size = block_size
+        self._flight_tokens = flight_tokens
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -58,30 +78,45 @@ class Runner:
                 self._features(item.state, span)
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> list[tuple[PlanItem, int, TokenLogprob | None]]:
-        """Compute the plan; returns each sampled item's next token (-1 where its logits are not numbers)."""
-        batch = build_batch(plan, self._block_size, self._model.device)
-        if self._graphs is not None and self._graphs.can_run(batch):
-            logits = self._graphs.run(batch)
-        else:
-            logits = self._forward(plan, batch)
-        rows = [item.state.sampler_row for item in batch.sampled]
-        token_ids, logprobs = self._sampler.sample(logits, rows)
-        return list(zip(batch.sampled, token_ids, logprobs, strict=True))
+    def launch(self, plan: Plan) -> LaunchedStep:
+        """Start computing the plan; on a GPU this returns long before the device is done."""
+        graphs = self._graphs
+        graph_size = None if graphs is None else graphs.size_for(plan)
+        batch = build_batch(plan, self._block_size, graph_size)
+        logits = self._forward(plan, batch) if graphs is None or graph_size is None else graphs.run(batch)
+        choice = self._sampler.choose(logits, [item.state.sampler_row for item in batch.sampled])
+        self._flight_tokens.keep(choice.token_ids)
+        return LaunchedStep(batch.sampled, choice)
+
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int) -> None:
+        """Compute a step of padding, which belongs to no request."""
+        device = self._model.device
+        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        table = torch.full((num_tokens, 1), NULL_BLOCK, dtype=torch.int32, device=device)
+        self._attention_step.metadata = AttentionMetadata([1] * num_tokens, [1] * num_tokens, table, self._block_size)
+        self._attention_step.kv_index = torch.full_like(token_ids, -1)
+        self._set_segments("decoder", (), num_tokens)
+        self._model.decode(self._model.embed(token_ids), token_ids)
 
     def _forward(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """[R, V] float32 logits of the rows to sample, launch by launch."""
-        embeddings = self._embed(plan, batch)
-        self._attention_step.metadata = batch.attention
-        self._attention_step.kv_index = batch.kv_index
-        self._set_segments("decoder", batch.lora_segments, batch.token_ids.shape[0])
-        hidden = self._model.decode(embeddings, batch.positions)
-        self._set_segments("head", batch.head_segments, batch.logits_at.shape[0])
-        return self._model.logits(hidden[batch.logits_at])
+        device = self._model.device
+        inputs = to_device(batch.inputs, torch.int64, device)
+        token_ids = self._flight_tokens.fill_in(inputs[TOKEN_IDS], inputs[FLIGHT_ROWS])
+        embeddings = self._embed(plan, token_ids)
+        self._attention_step.metadata = AttentionMetadata(
+            batch.query_lens, batch.kv_lens, to_device(batch.block_table, torch.int32, device), self._block_size
+        )
+        self._attention_step.kv_index = inputs[KV_INDEX]
+        self._set_segments("decoder", batch.lora_segments, batch.num_tokens)
+        hidden = self._model.decode(embeddings, inputs[POSITIONS])
+        self._set_segments("head", batch.head_segments, len(batch.sampled))
+        return self._model.logits(hidden[to_device(batch.logits_at, torch.int64, device)])
 
-    def _embed(self, plan: Plan, batch: Batch) -> torch.Tensor:
+    def _embed(self, plan: Plan, token_ids: torch.Tensor) -> torch.Tensor:
         """[T, H]: token embeddings, with media features in place of their placeholders."""
-        embeddings = self._model.embed(batch.token_ids)
+        embeddings = self._model.embed(token_ids)
         chunk_start = 0
         for item in plan.items:
             for span in item.state.request.spans:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams, TokenLogprob
+from engine.transfer import HostCopy, to_device
 
 INVALID_TOKEN = -1  # a row whose logits hold NaN or no finite value at all
 
@@ -35,6 +36,7 @@ class SamplerRow:
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     has_edits: bool = field(init=False, repr=False)  # bias or penalties: the logits change
+    reads_outputs: bool = field(init=False, repr=False)  # the choice needs all earlier tokens on the host
     is_plain: bool = field(
         init=False, repr=False
     )  # its token is the argmax of the raw logits, nothing else is asked for
@@ -43,6 +45,7 @@ class SamplerRow:
     def __post_init__(self) -> None:
         params = self.params
         has_penalties = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+        self.reads_outputs = has_penalties
         self.has_edits = has_penalties or bool(params.logit_bias)
         self.is_plain = params.temperature == 0.0 and params.logprobs is None and not self.has_edits
 
@@ -53,7 +56,7 @@ class SamplerRow:
         """
         if self._prompt_ids is None:
             distinct = sorted(token_id for token_id in set(self.prompt_token_ids) if token_id < vocab_size)
-            self._prompt_ids = torch.tensor(distinct, dtype=torch.int64).to(device)
+            self._prompt_ids = to_device(distinct, torch.int64, device)
         return self._prompt_ids
 
 
@@ -77,6 +80,28 @@ def check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(message, param="logit_bias")
 
 
+class Choice:
+    """The tokens of a step: on the device for the step that follows, and on their way to the host.
+
+    Args:
+        token_ids: [R] int64, `INVALID_TOKEN` for a row that holds NaN or nothing finite.
+        logprobs: [W, 1 + 2k] float64 for the W rows that ask for them, as `_packed_logprobs` lays them out.
+        rows: the R rows.
+    """
+
+    def __init__(self, token_ids: Tensor, logprobs: Tensor | None, rows: Sequence[SamplerRow]) -> None:
+        self.token_ids = token_ids
+        self._rows = rows
+        self._host_ids = HostCopy(token_ids)
+        self._host_logprobs = None if logprobs is None else HostCopy(logprobs)
+
+    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Token ids and log probabilities of the raw logits, once the device has them."""
+        chosen: list[int] = self._host_ids.read().tolist()
+        packed = None if self._host_logprobs is None else self._host_logprobs.read().tolist()
+        return chosen, _logprobs(packed, self._rows, chosen)
+
+
 class Sampler:
     """Chooses tokens for batches of rows; `seed` feeds the rows that have no generator of their own."""
 
@@ -84,20 +109,21 @@ class Sampler:
         self._device = torch.device(device)
         self._generator = make_generator(seed)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[list[int], list[TokenLogprob | None]]:
-        """One token for each row, and its log probability where the row asks for it.
+        """`choose`, and wait for the result."""
+        return self.choose(logits, rows).read()
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Choice:
+        """One token for each row, and its log probability where the row asks for it; never waits for the device.
 
         Args:
-            logits: [R, V] float32, left as they are.
+            logits: [R, V] float32, left as they are, and not needed after the call.
             rows: R rows in the order of `logits`.
-
-        Returns:
-            Token ids, `INVALID_TOKEN` for a row that holds NaN or nothing finite; log probabilities of the raw logits.
         """
         assert logits.shape[0] == len(rows), (logits.shape, len(rows))
         if not rows:
-            return [], []
+            return Choice(torch.empty(0, dtype=torch.int64, device=logits.device), None, rows)
         highest, token_ids = logits.max(dim=-1)
         is_valid = highest.isfinite()  # a NaN anywhere in a row is its maximum
         if not all(row.is_plain for row in rows):
@@ -107,8 +133,8 @@ class Sampler:
             drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0]
             if drawn:
                 token_ids = self._draw(edited, token_ids, rows, drawn)
-        chosen: list[int] = torch.where(is_valid, token_ids, INVALID_TOKEN).tolist()
-        return chosen, _logprobs(logits, rows, chosen)
+        chosen = torch.where(is_valid, token_ids, INVALID_TOKEN)
+        return Choice(chosen, _packed_logprobs(logits, rows, chosen), rows)
 
     def _draw(self, logits: Tensor, token_ids: Tensor, rows: Sequence[SamplerRow], drawn: list[int]) -> Tensor:
         """`token_ids` [R] with a random choice in the rows `drawn`.
@@ -139,8 +165,8 @@ class Sampler:
                 ],
                 dtype=torch.float64,
             )
-            settings = settings.to(logits.device, non_blocking=True)
-            index = torch.tensor(group).to(logits.device, non_blocking=True)
+            settings = to_device(settings, torch.float64, logits.device)
+            index = to_device(group, torch.int64, logits.device)
             token_ids[index] = draw(logits[index], settings)
         return token_ids
 
@@ -172,8 +198,9 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         if 0 <= token_id < logits.shape[1]  # check_logit_bias refuses others; here they must not break the batch
     ]
     if biases:
-        row_ids, token_ids, values = (torch.tensor(column).to(logits.device) for column in zip(*biases, strict=True))
-        logits[row_ids, token_ids] += values.to(logits.dtype)
+        row_ids, token_ids, values = zip(*biases, strict=True)
+        place = (to_device(row_ids, torch.int64, logits.device), to_device(token_ids, torch.int64, logits.device))
+        logits[place] += to_device(values, logits.dtype, logits.device)
     repeated = [index for index in edited_rows if rows[index].params.repetition_penalty != 1.0]
     if repeated:
         _apply_repetition_penalty(logits, rows, repeated)
@@ -191,12 +218,12 @@ def _apply_repetition_penalty(logits: Tensor, rows: Sequence[SamplerRow], picked
     """Divide positive and multiply negative logits of ids in the prompt or the output (CTRL, arXiv:1909.05858)."""
     prompts = [rows[index].unique_prompt_ids(logits.device, logits.shape[1]) for index in picked]
     lengths = torch.tensor([prompt.numel() for prompt in prompts])
-    prompt_rows = torch.arange(len(picked)).repeat_interleave(lengths).to(logits.device)
+    prompt_rows = to_device(torch.arange(len(picked)).repeat_interleave(lengths), torch.int64, logits.device)
     output_rows, output_ids = _flat_output_ids(rows, picked, logits.device)
     local_rows, seen_ids = torch.cat([prompt_rows, output_rows]), torch.cat([*prompts, output_ids])
     penalties = [rows[index].params.repetition_penalty for index in picked]
-    factor = torch.tensor(penalties, dtype=logits.dtype).to(logits.device)[local_rows]
-    row_ids = torch.tensor(picked).to(logits.device)[local_rows]
+    factor = to_device(penalties, logits.dtype, logits.device)[local_rows]
+    row_ids = to_device(picked, torch.int64, logits.device)[local_rows]
     values = logits[row_ids, seen_ids]
     # An id that occurs twice gets the same value written twice.
     logits[row_ids, seen_ids] = torch.where(values < 0, values * factor, values / factor)
@@ -208,8 +235,8 @@ def _apply_count_penalties(logits: Tensor, rows: Sequence[SamplerRow], picked: S
     counts = torch.zeros(len(picked), logits.shape[1], dtype=logits.dtype, device=logits.device)
     counts.index_put_((local_rows, output_ids), torch.ones_like(output_ids, dtype=logits.dtype), accumulate=True)
     penalties = [(rows[index].params.frequency_penalty, rows[index].params.presence_penalty) for index in picked]
-    frequency, presence = torch.tensor(penalties, dtype=logits.dtype).to(logits.device).unsqueeze(-1).unbind(1)
-    row_ids = torch.tensor(picked).to(logits.device)
+    frequency, presence = to_device(penalties, logits.dtype, logits.device).unsqueeze(-1).unbind(1)
+    row_ids = to_device(picked, torch.int64, logits.device)
     logits[row_ids] -= frequency * counts + presence * (counts > 0)
 
 
@@ -217,7 +244,7 @@ def _flat_output_ids(rows: Sequence[SamplerRow], picked: Sequence[int], device: 
     """Position in `picked` and token id [n] int64 of each output token of these rows, repetitions included."""
     local_rows = [position for position, index in enumerate(picked) for _ in rows[index].output_token_ids]
     token_ids = [token_id for index in picked for token_id in rows[index].output_token_ids]
-    flat = torch.tensor([local_rows, token_ids], dtype=torch.int64).to(device)
+    flat = to_device([local_rows, token_ids], torch.int64, device)
     return flat[0], flat[1]
 
 
@@ -271,24 +298,32 @@ def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     return position.clamp_(max=weights.shape[-1] - 1)  # only a row of NaN gets past the end
 
 
-def _logprobs(logits: Tensor, rows: Sequence[SamplerRow], chosen: Sequence[int]) -> list[TokenLogprob | None]:
-    """Log probabilities of the raw logits for the rows that ask for them."""
-    result: list[TokenLogprob | None] = [None] * len(rows)
-    wanted = [
-        index for index, row in enumerate(rows) if row.params.logprobs is not None and chosen[index] != INVALID_TOKEN
-    ]
+def _packed_logprobs(logits: Tensor, rows: Sequence[SamplerRow], chosen: Tensor) -> Tensor | None:
+    """Of the raw logits of rows that ask for them: the chosen token's, the k highest, and their ids (exact in float64)."""
+    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     if not wanted:
-        return result
+        return None
     num_top = min(max(rows[index].params.logprobs or 0 for index in wanted), logits.shape[-1])
-    logprobs = logits[torch.tensor(wanted).to(logits.device)].log_softmax(dim=-1)
-    chosen_ids = torch.tensor([chosen[index] for index in wanted]).to(logits.device)
+    index = to_device(wanted, torch.int64, logits.device)
+    logprobs = logits[index].log_softmax(dim=-1)
+    chosen_ids = chosen[index].clamp(min=0).unsqueeze(-1)
     top_values, top_ids = logprobs.topk(num_top, dim=-1)
-    # One transfer: ids up to 2^53 are exact in float64.
-    packed = torch.cat(
-        [logprobs.gather(-1, chosen_ids.unsqueeze(-1)).double(), top_values.double(), top_ids.double()], -1
-    )
-    for index, values in zip(wanted, packed.tolist(), strict=True):
-        num_asked = min(rows[index].params.logprobs or 0, num_top)
-        top = zip(values[1 + num_top : 1 + num_top + num_asked], values[1 : 1 + num_asked], strict=True)
-        result[index] = TokenLogprob(chosen[index], values[0], tuple((int(token_id), value) for token_id, value in top))
+    return torch.cat([logprobs.gather(-1, chosen_ids).double(), top_values.double(), top_ids.double()], -1)
+
+
+def _logprobs(
+    packed: list[list[float]] | None, rows: Sequence[SamplerRow], chosen: Sequence[int]
+) -> list[TokenLogprob | None]:
+    """What `_packed_logprobs` gave, for each row; None where a row did not ask, or has no token."""
+    values_of = iter(packed or [])
+    result: list[TokenLogprob | None] = []
+    for row, token_id in zip(rows, chosen, strict=True):
+        if row.params.logprobs is None:
+            result.append(None)
+            continue
+        values = next(values_of)
+        num_top = len(values) // 2
+        top = zip(values[1 + num_top :], values[1 : 1 + min(row.params.logprobs, num_top)], strict=False)
+        entry = TokenLogprob(token_id, values[0], tuple((int(top_id), value) for top_id, value in top))
+        result.append(entry if token_id != INVALID_TOKEN else None)
     return result

@@ -21,16 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanItem:
-    """Compute tokens [start, end) of a request; sample after them when they are its last ones."""
+    """Compute tokens [start, end) of a request; `is_sampled` when they end with its newest, so that the next is chosen.
+
+    The newest token may be in flight: sampled by the step before, and not known on the host yet.
+    """
 
     state: RequestState
     start: int
     end: int
+    is_sampled: bool
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether this chunk ends with the newest token, so that the next one can be chosen."""
-        return self.end == len(self.state.token_ids)
+
+def _item(state: RequestState, num_tokens: int) -> PlanItem:
+    end = state.num_computed + num_tokens
+    return PlanItem(state, state.num_computed, end, is_sampled=end == state.num_tokens)
 
 
 @dataclass
@@ -117,8 +121,12 @@ class Scheduler:
         self.waiting = deque(other for other in self.waiting if other is not state)
         state.status = Status.FINISHED
 
-    def schedule(self) -> Plan:
+    def schedule(self, *, may_preempt: bool = True) -> Plan | None:
         """The next step's plan; empty when nothing can run.
+
+        Args:
+            may_preempt: False while a step is in flight, whose requests must keep what they hold; the answer is None
+                then where only a preemption makes room.
 
         Raises:
             AdmissionFault: a new request could not be started; all others are as they were.
@@ -129,10 +137,12 @@ class Scheduler:
         for state in sorted(self.running, key=lambda state: state.num_pending > 1):
             if budget == 0:
                 break
-            if state.status is not Status.RUNNING:
+            if state.status is not Status.RUNNING or state.is_sampled_out:
                 continue
             num_tokens = min(state.num_pending, budget)
             while not self._grow(state, state.num_computed + num_tokens):
+                if not may_preempt:
+                    return None
                 victim = max(self.running, key=lambda other: other.submitted_at)
                 self._preempt(victim)
                 preempted.append(victim)
@@ -142,18 +152,34 @@ class Scheduler:
                 if victim is state:
                     break
             else:
-                plan[id(state)] = PlanItem(state, state.num_computed, state.num_computed + num_tokens)
+                plan[id(state)] = _item(state, num_tokens)
                 budget -= num_tokens
         if not preempted:
             self._admit(plan, budget)
         items = sorted(plan.values(), key=lambda item: item.state.lora_slot)
         return Plan(items, preempted)
 
+    def advance(self, plan: Plan) -> None:
+        """Record that the plan's step was launched: the next one may follow it on the device."""
+        flight_row = 0
+        for item in plan.items:
+            item.state.num_computed = item.end
+            if item.is_sampled:
+                item.state.num_in_flight += 1
+                item.state.flight_row = flight_row
+                flight_row += 1
+
     def commit(self, plan: Plan) -> None:
-        """Record that the plan's keys and values are written, and offer the blocks they filled to later prompts."""
+        """Record that the plan's step has run, and offer the blocks that it filled to later prompts.
+
+        Requests that ended meanwhile are passed over. Call it before the step's tokens are appended.
+        """
         for item in plan.items:
             state = item.state
-            state.num_computed = item.end
+            if item.is_sampled:
+                state.num_in_flight -= 1
+            if state.status is not Status.RUNNING:
+                continue
             num_full = item.end // self.block_size
             if num_full > state.num_published and self.blocks.enable_prefix_caching:
                 state.update_hashes(self.block_size)
@@ -184,7 +210,7 @@ class Scheduler:
             for earlier in passed:
                 earlier.times_passed += 1
                 rows_are_closed = rows_are_closed or earlier.times_passed >= self.max_passes
-            plan[id(state)] = PlanItem(state, state.num_computed, state.num_computed + num_tokens)
+            plan[id(state)] = _item(state, num_tokens)
             budget -= num_tokens
         self.waiting.extendleft(reversed(passed))
 

@@ -56,6 +56,11 @@ def with_embedded_defaults(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, lora_modules=[*embedded, *config.lora_modules], default_mm_loras=defaults)
 
 
+def runs_ahead(config: EngineConfig, base: BaseModel) -> bool:
+    """Whether steps are launched ahead; on a CPU that would only delay tokens, since a launch there is the work itself."""
+    return base.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+
+
 def lora_dtype(name: str, base: BaseModel) -> torch.dtype:
     """The type of adapters' weights: the model's own, and nothing else."""
     if name == "auto" or getattr(torch, name, None) is base.dtype:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from engine.block_pool import hash_block, root_hash
@@ -96,7 +97,9 @@ class RequestState:
     Attributes:
         token_ids: prompt and answer so far.
         output_token_ids: the answer alone; the sampler row sees the same list.
-        num_computed: tokens whose keys and values lie in `blocks`.
+        num_in_flight: tokens that were sampled on the device and are not known on the host yet (0 or 1).
+        flight_row: row of the token in flight among those that its step sampled.
+        num_computed: tokens whose keys and values lie in `blocks`, or will once the launched steps have run.
         block_hashes: hashes of the full blocks of `token_ids` so far, in order.
         num_published: how many of `blocks` have been offered to the prefix cache.
         lora_slot: row of the LoRA buffers while running; -1 for the base model.
@@ -112,6 +115,8 @@ class RequestState:
     token_ids: list[int]
     output_token_ids: list[int]
     status: Status = Status.WAITING
+    num_in_flight: int = 0
+    flight_row: int = -1
     num_computed: int = 0
     num_published: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -122,6 +127,9 @@ class RequestState:
     num_preemptions: int = 0
     submitted_at: float = field(default_factory=time.monotonic)
     has_started: bool = False
+    _row_source: list[int] | None = None
+    _row: np.ndarray[Any, np.dtype[np.int32]] = field(default_factory=lambda: np.zeros(0, np.int32))
+    _row_len: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -139,9 +147,31 @@ class RequestState:
         self.output_token_ids.append(token_id)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer, one in flight included."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
     def num_pending(self) -> int:
         """Tokens whose keys and values are not computed yet; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_sampled_out(self) -> bool:
+        """Whether the token in flight is the last that the request may have."""
+        return self.num_in_flight > 0 and self.num_outputs + self.num_in_flight >= self.request.max_tokens
+
+    def block_row(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """`blocks` as [n] int32; only what is new since the last call is converted."""
+        if self._row_source is not self.blocks:
+            self._row_source, self._row, self._row_len = self.blocks, np.zeros(16, np.int32), 0
+        length = len(self.blocks)
+        if length > self._row_len:
+            if length > self._row.shape[0]:
+                self._row = np.resize(self._row, 2 * length)
+            self._row[self._row_len : length] = self.blocks[self._row_len :]
+        self._row_len = length
+        return self._row[:length]
 
     def update_hashes(self, block_size: int) -> None:
         """Extend `block_hashes` over all full blocks of `token_ids`."""

@@ -51,10 +51,14 @@ def start(engine: Engine, sampling: SamplingParams = SHORT, *, seed: int = 1, **
     return engine.start_sync(TokenPrompt(random_ids(40, seed)), sampling, **named)[0]
 
 
-@pytest.fixture
-def engine(llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path) -> Iterator[Engine]:
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def engine(
+    request: pytest.FixtureRequest, llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path
+) -> Iterator[Engine]:
     modules = [LoRAModule(name, str(path)) for name, path in llama_adapters.items()]
-    config = EngineConfig(model=str(llama_dir), adapter_dir=str(tmp_path), lora_modules=modules)
+    config = EngineConfig(
+        model=str(llama_dir), adapter_dir=str(tmp_path), lora_modules=modules, async_scheduling=request.param
+    )
     engine = Engine(config, checks_integrity=True)
     yield engine
     engine.close(0.0)
@@ -81,7 +85,7 @@ def test_a_request_that_cannot_be_started_fails_alone(engine: Engine, monkeypatc
 def test_readers_hear_of_the_end_even_when_the_device_has_failed_for_good(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._loop._runner, "execute", fail)
+    monkeypatch.setattr(engine._loop._runner, "launch", fail)
     monkeypatch.setattr(engine._loop._cache, "clear", fail)
     for _ in range(2):
         assert isinstance(drain(start(engine))[-1], AppError)

@@ -48,11 +48,25 @@ def test_each_architecture_equals_generate(architecture: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("block_size", "budget", "num_blocks", "prefix_caching"),
-    [(16, 2048, None, True), (4, 9, None, True), (1, 5, None, False), (7, 33, 26, True), (4, 16, 40, False)],
+    ("block_size", "budget", "num_blocks", "prefix_caching", "is_ahead"),
+    [
+        (16, 2048, None, True, False),
+        (16, 2048, None, True, True),
+        (4, 9, None, True, True),
+        (1, 5, None, False, True),
+        (7, 33, 26, True, True),
+        (4, 16, 40, False, False),
+        (4, 16, 40, False, True),
+    ],
 )
-def test_chunks_blocks_and_preemption_do_not_change_tokens(
-    llama_dir: Path, tmp_path: Path, block_size: int, budget: int, num_blocks: int | None, prefix_caching: bool
+def test_chunks_blocks_preemption_and_running_ahead_do_not_change_tokens(
+    llama_dir: Path,
+    tmp_path: Path,
+    block_size: int,
+    budget: int,
+    num_blocks: int | None,
+    prefix_caching: bool,
+    is_ahead: bool,
 ) -> None:
     oracle = Oracle(llama_dir, LLAMA)
     shared = random_ids(40, 5)
@@ -60,7 +74,7 @@ def test_chunks_blocks_and_preemption_do_not_change_tokens(
     expected = [oracle.generate(prompt, 20) for prompt in prompts]
     config = EngineConfig(
         model=str(llama_dir), block_size=block_size, max_num_batched_tokens=budget, max_num_seqs=5, max_model_len=150,
-        enable_prefix_caching=prefix_caching, adapter_dir=str(tmp_path),
+        enable_prefix_caching=prefix_caching, async_scheduling=is_ahead, adapter_dir=str(tmp_path),
     )  # fmt: skip
     engine = Engine(config, checks_integrity=True)
     if num_blocks is not None:
@@ -85,9 +99,12 @@ def _shrink_pool(engine: Engine, num_blocks: int) -> None:
     del blocks._num_refs[num_blocks:]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[False, True], ids=["", "ahead"])
 def llama_engine(
-    llama_dir: Path, llama_adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    llama_dir: Path,
+    llama_adapters: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     engine = Engine(
         EngineConfig(
@@ -97,6 +114,7 @@ def llama_engine(
             max_lora_rank=8,
             max_num_batched_tokens=50,
             max_num_seqs=7,
+            async_scheduling=request.param,
             adapter_dir=str(tmp_path_factory.mktemp("catalogue")),
         ),
         checks_integrity=True,

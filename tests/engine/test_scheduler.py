@@ -11,7 +11,7 @@ import pytest
 from adapters.slots import SlotPool
 from engine.block_pool import BlockPool
 from engine.request import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import Plan, Scheduler
 from engine.state import RequestState, Status
 
 
@@ -26,11 +26,11 @@ def _generation(digest: str) -> Any:
     return SimpleNamespace(digest=digest, num_bytes=1, name=digest)
 
 
-def _state(number: int, prompt: list[int], generation: Any = None) -> RequestState:
+def _state(number: int, prompt: list[int], generation: Any = None, max_tokens: int = 1000) -> RequestState:
     handle = None if generation is None else SimpleNamespace(generation=generation, release=lambda: None)
     request = SimpleNamespace(
         request_id=str(number), prompt_token_ids=prompt, spans=(), sampling=SamplingParams(), handle=handle,
-        generation_digest=None if generation is None else generation.digest,
+        generation_digest=None if generation is None else generation.digest, max_tokens=max_tokens,
     )  # fmt: skip
     unused: Any = None
     return RequestState(
@@ -47,9 +47,10 @@ def _scheduler(num_blocks: int = 30, num_rows: int = 2, **settings: Any) -> Sche
 
 def _run_step(scheduler: Scheduler, chooser: random.Random) -> list[RequestState]:
     plan = scheduler.schedule()
-    assert plan.num_tokens <= scheduler.max_num_batched_tokens
+    assert plan is not None and plan.num_tokens <= scheduler.max_num_batched_tokens
     assert len({id(item.state) for item in plan.items}) == len(plan.items) <= scheduler.max_num_seqs
     assert [item.state.lora_slot for item in plan.items] == sorted(item.state.lora_slot for item in plan.items)
+    scheduler.advance(plan)
     scheduler.commit(plan)
     sampled = [item.state for item in plan.items if item.is_sampled]
     for state in sampled:
@@ -171,3 +172,36 @@ def test_other_adapters_content_never_shares_cached_blocks() -> None:
         _run_step(scheduler, chooser)
         assert scheduler.prefix_hit_tokens - before == expected
         scheduler.finish(state)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_running_a_step_ahead_leaks_nothing_and_loses_no_token(seed: int) -> None:
+    """Each step is planned while the one before it is in flight, and requests end in between."""
+    chooser = random.Random(seed)
+    scheduler = _scheduler(num_blocks=16)
+    states = [_state(number, [number % 3] * chooser.randint(1, 30), max_tokens=5) for number in range(40)]
+    in_flight: Plan | None = None
+    waiting = list(states)
+    num_refused = 0
+    while waiting or scheduler.has_work or in_flight is not None:
+        if waiting and chooser.random() < 0.4:
+            scheduler.add(waiting.pop())
+        plan = scheduler.schedule(may_preempt=in_flight is None)
+        if plan is not None:
+            assert all(item.state.num_in_flight == 0 or item.is_sampled for item in plan.items)
+            assert all(item.state.num_outputs + item.state.num_in_flight < 5 for item in plan.items)
+            scheduler.advance(plan)
+        else:
+            num_refused += 1
+        if in_flight is not None:
+            scheduler.commit(in_flight)
+            for item in in_flight.items:
+                if item.is_sampled and item.state.status is not Status.FINISHED:
+                    item.state.append(chooser.randrange(3))
+                    if item.state.num_outputs == 5 or chooser.random() < 0.1:
+                        scheduler.finish(item.state)
+        in_flight = plan if plan is not None and plan.items else None
+        scheduler.check_integrity()
+    assert all(state.status is Status.FINISHED and 1 <= state.num_outputs <= 5 for state in states)
+    assert all(state.num_in_flight == 0 for state in states)
+    assert scheduler.num_preemptions > 0 and num_refused > 0, "room never ran out, so half of this was not tried"

@@ -1,0 +1,99 @@
+"""The operators that compiled decoder layers call: a LoRA add, and attention on the paged KV cache.
+
+torch.compile takes an operator as a whole and does not look inside, so a layer is one graph although the kernels read
+what changes from step to step. Operators take tensors and numbers alone; the step's description is therefore registered
+here once and named by a number. Outside compiled code the same functions are called directly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernels import LoraMetadata, lora_add_group_, paged_attention, write_kv_
+
+if TYPE_CHECKING:
+    from engine.attention import AttentionStep
+
+_steps: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_step_numbers = itertools.count()
+
+
+def register_step(step: AttentionStep | LoraMetadata) -> int:
+    """The number by which operators find `step`, for as long as it lives."""
+    number = next(_step_numbers)
+    _steps[number] = step
+    return number
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    step: AttentionStep,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Write the step's keys and values, then attend through the block table.
+
+    Args:
+        query: [T, Hq, D]; key, value: [T, Hkv, D].
+        k_pool, v_pool: [num_blocks * P, Hkv, D], written in place.
+        step: the running step.
+        scale, window, soft_cap: as in `kernels.paged_attention`.
+
+    Returns:
+        [T, Hq, D].
+    """
+    assert step.metadata is not None and step.kv_index is not None, "attention ran outside a step"
+    write_kv_(key, value, k_pool, v_pool, step.kv_index)
+    return paged_attention(query, k_pool, v_pool, step.metadata, scale=scale, window=window, soft_cap=soft_cap)
+
+
+@torch.library.custom_op(
+    "switchboard::attend",
+    mutates_args=("k_pool", "v_pool"),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) k_pool, Tensor(b!) v_pool, int step, float scale, "
+    "int? window, float? soft_cap) -> Tensor",
+)
+def attend_op(query, key, value, k_pool, v_pool, step, scale, window, soft_cap):  # type: ignore[no-untyped-def]
+    """`attend` as an operator; `step` is the number that `register_step` gave."""
+    return attend(query, key, value, k_pool, v_pool, _steps[step], scale=scale, window=window, soft_cap=soft_cap)
+
+
+@attend_op.register_fake
+def _(query, key, value, k_pool, v_pool, step, scale, window, soft_cap):  # type: ignore[no-untyped-def]
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op(
+    "switchboard::lora_add",
+    mutates_args=("output",),
+    schema="(Tensor(a!) output, Tensor x, Tensor lora_a, Tensor lora_b, Tensor ranks, int[] slice_ends, int step) -> ()",
+)
+def lora_add_op(output, x, lora_a, lora_b, ranks, slice_ends, step):  # type: ignore[no-untyped-def]
+    """`kernels.lora_add_group_` on [..., O] and [..., in], as an operator; nothing where the step has no adapters."""
+    metadata: LoraMetadata = _steps[step]
+    if metadata.segments:
+        lora_add_group_(
+            output.view(-1, output.shape[-1]),
+            x.reshape(-1, x.shape[-1]),
+            lora_a,
+            lora_b,
+            ranks,
+            () if ranks.is_cuda else ranks.tolist(),
+            tuple(slice_ends),
+            metadata,
+        )
+
+
+@lora_add_op.register_fake
+def _(output, x, lora_a, lora_b, ranks, slice_ends, step):  # type: ignore[no-untyped-def]
+    return None

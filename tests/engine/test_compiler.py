@@ -1,0 +1,49 @@
+"""Each architecture's layers are one graph, are not compiled again while serving, and give the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.compiler import compile_decoder
+from engine.request import TokenPrompt
+from tests.oracles import make_adapter, make_model, random_ids
+
+ARCHITECTURES = [
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layers_are_one_graph_with_and_without_adapters(architecture: str, tmp_path: Path) -> None:
+    folder = make_model(architecture, tmp_path / "model")
+    adapter = make_adapter(folder, architecture, tmp_path / "adapter", targets="all-linear", rank=8)
+    engine = Engine(
+        EngineConfig(model=str(folder), max_loras=2, max_lora_rank=8, adapter_dir=str(tmp_path / "catalogue"))
+    )
+    engine.adapters.load("a", str(adapter))
+
+    def answers() -> list[list[int]]:
+        names = [None, "a", None, "a"]
+        started = [
+            engine.start_sync(
+                TokenPrompt(random_ids(7 + row, row)), SamplingParams(temperature=0, max_tokens=6), lora=name
+            )
+            for row, name in enumerate(names)
+        ]
+        return [[token_id for delta in answer for token_id in delta.token_ids] for (answer,) in started]
+
+    try:
+        expected = answers()
+        # The backend "eager" runs the traced graph as it is: what is tested is the tracing.
+        compile_decoder(engine.base.decoder, engine._loop._runner.warm_up, backend="eager")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert answers() == expected
+            single = engine.start_sync(TokenPrompt(random_ids(7, 0)), SamplingParams(temperature=0, max_tokens=6))[0]
+            assert [token_id for delta in single for token_id in delta.token_ids] == expected[0]
+    finally:
+        engine.close()
+        torch._dynamo.reset()
