@@ -10,7 +10,7 @@ SHELL := /bin/sh
 
 PORT ?=
 ARGS ?=
-BENCH ?= cpu_vs_peft
+BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -32,7 +32,7 @@ help:
 	@echo "make test     install what tests need and run all that this machine can run  (ARGS=)"
 	@echo "make check    format, lint, types, layering"
 	@echo "make format   format the code"
-	@echo "make bench    run one benchmark  (BENCH=cpu_vs_peft, ARGS=)"
+	@echo "make bench    run a quick set of benchmarks, or one of them  (BENCH=decode, ARGS=)"
 	@echo "make clean    remove $(VENV) and caches"
 
 $(BIN)/python:
@@ -73,8 +73,15 @@ format: | $(DEV_STAMP)
 	$(BIN)/python -m ruff check --fix-only --quiet .
 	$(BIN)/python -m ruff format .
 
-bench: | $(RUN_STAMP)
+ifeq ($(BENCH),)
+bench: | $(DEV_STAMP)
+	$(BIN)/python -m benchmarks.decode --shape tiny --quick --batch 1,8,32 --adapters 0,1,8,32
+	$(BIN)/python -m benchmarks.scale --shape tiny --registered 0,1,10,100 --slots 8 --cpu-loras 16 --requests 16 --streams 8 --seconds 2
+	$(BIN)/python -m benchmarks.cpu_vs_peft --repeat 2
+else
+bench: | $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+endif
 
 clean:
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -59,7 +59,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def _config(architecture: str) -> Any:
+def _config(architecture: str, **overrides: Any) -> Any:
     if architecture == "GraniteSpeechForConditionalGeneration":
         encoder = {
             "input_dim": 160, "num_layers": 2, "hidden_dim": 32, "feedforward_mult": 2, "num_heads": 4, "dim_head": 8,
@@ -96,13 +96,16 @@ def _config(architecture: str) -> Any:
         },
     }
     config_class = getattr(transformers, architecture).config_class
-    return config_class(**{**_TEXT, **special[architecture]})
+    return config_class(**{**_TEXT, **special[architecture], **overrides})
 
 
-def make_model(architecture: str, folder: Path, seed: int = 0) -> Path:
-    """Save a random model of the architecture with its tokenizer; returns its folder."""
+def make_model(architecture: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Save a random model of the architecture with its tokenizer; returns its folder.
+
+    `overrides` are fields of a text model's config.
+    """
     torch.manual_seed(seed)
-    model = getattr(transformers, architecture)(_config(architecture)).eval()
+    model = getattr(transformers, architecture)(_config(architecture, **overrides)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.answer import Answer
@@ -111,39 +110,3 @@ def test_audio_with_tower_adapters_equals_the_cpu_engine(
         assert on_gpu == on_cpu and len(set(map(tuple, on_gpu))) > 4
     finally:
         engine.close()
-
-
-def test_bfloat16_stays_near_float32(llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path) -> None:
-    """Log probabilities of the first token, mixed batch: bounded by what eight bits of mantissa cost."""
-    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=0, ignore_eos=True)
-    found: dict[str, list[float]] = {}
-    for dtype in ("float32", "bfloat16"):
-        engine = Engine(
-            EngineConfig(
-                model=str(llama_dir), device="cuda", dtype=dtype, kv_cache_memory_mb=64, max_num_seqs=8,
-                lora_modules=[LoRAModule(name, str(path)) for name, path in llama_adapters.items()],
-                adapter_dir=str(tmp_path),
-            )
-        )  # fmt: skip
-        cases = [(random_ids(20, seed), name) for seed in range(4) for name in (None, "qv")]
-        answers = [start(engine, prompt, name, sampling) for prompt, name in cases]
-        found[dtype] = [entry.logprob for answer in answers for delta in answer for entry in delta.logprobs]
-        engine.close()
-    assert found["bfloat16"] == pytest.approx(found["float32"], abs=0.25)
-
-
-def test_swapping_adapters_for_many_steps_leaves_memory_flat(engine: Engine, llama_adapters: dict[str, Path]) -> None:
-    names = [*llama_adapters, None]
-
-    def round_of_requests(number: int) -> None:
-        plan = [(random_ids(5, number + row), names[(number + row) % 5]) for row in range(7)]
-        for answer in [start(engine, prompt, name) for prompt, name in plan]:
-            tokens(answer)
-
-    round_of_requests(0)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    for number in range(20):
-        round_of_requests(number)
-    torch.cuda.synchronize()
-    assert abs(torch.cuda.memory_allocated() - before) < 2**20

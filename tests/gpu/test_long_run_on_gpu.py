@@ -1,0 +1,53 @@
+"""GPU memory stays flat over ten thousand steps of recorded graphs with adapters loaded, replaced and unloaded at random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig
+from tests.churn import Churn, footprint, make_small_world
+
+pytestmark = pytest.mark.gpu
+
+RSS_TOLERANCE_KB = 16 * 1024
+TENSOR_TOLERANCE = 8
+ALLOCATED_TOLERANCE = 64 * 1024
+"""Bytes: what the engine's thread may still hold of its latest step."""
+
+
+def on_device() -> tuple[int, int]:
+    """Bytes that tensors use and bytes that the allocator holds."""
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+@pytest.mark.timeout(400)
+def test_ten_thousand_steps_with_adapters_swapped_at_random_leave_memory_flat(tmp_path: Path) -> None:
+    model, folders = make_small_world(tmp_path, hidden_size=64, intermediate_size=96)
+    engine = Engine(
+        EngineConfig(
+            model=str(model), device="cuda", dtype="bfloat16", max_num_seqs=6, max_loras=3, max_cpu_loras=4,
+            max_lora_rank=4, max_model_len=128, kv_cache_memory_mb=8, adapter_dir=str(tmp_path / "catalogue"),
+        )
+    )  # fmt: skip
+    try:
+        churn = Churn(engine, folders)
+        churn.run_until(2_000)
+        before, (allocated, reserved) = footprint(engine), on_device()
+        churn.run_until(10_000)
+        after, (allocated_after, reserved_after) = footprint(engine), on_device()
+        engine.check_integrity()
+        print(
+            f"allocated {allocated} -> {allocated_after}, reserved {reserved} -> {reserved_after}, {before} -> {after}"
+        )
+        assert engine.stats().num_steps >= 10_000 and churn.num_swaps > 200 and churn.num_ended > 400
+        assert after.pop("rss_kb") - before.pop("rss_kb") < RSS_TOLERANCE_KB
+        assert after.pop("tensors") - before.pop("tensors") <= TENSOR_TOLERANCE
+        assert after == before
+        assert allocated_after - allocated <= ALLOCATED_TOLERANCE
+        assert reserved_after == reserved
+    finally:
+        engine.close()

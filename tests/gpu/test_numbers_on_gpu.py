@@ -1,0 +1,196 @@
+"""How exact the engine's numbers are on a CUDA device: replays against launches, rows alone against rows in a crowd, and
+bfloat16 and float32 against transformers and PEFT in float32 on the same device. Errors are printed (`pytest -s`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.batch import Batch
+from engine.config import LoRAModule
+from engine.graphs import DecodeGraphs
+from engine.request import TokenLogprob, TokenPrompt
+from tests.oracles import Oracle, random_ids
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+LLAMA = "LlamaForCausalLM"
+NUM_TOKENS = 12
+NUM_TOP = 20
+
+Case = tuple[list[int], str | None]
+Scores = list[TokenLogprob]
+
+BASE: list[Case] = [(random_ids(length, length), None) for length in (1, 9, 33, 64, 20, 5)]
+SINGLE: list[Case] = [(prompt, "all") for prompt, _ in BASE]
+MIXED: list[Case] = [
+    (prompt, name) for (prompt, _), name in zip(BASE, ["qv", None, "all", "rs", None, "patterns"], strict=True)
+]
+BATCHES = {"base": BASE, "single": SINGLE, "mixed": MIXED}
+
+# Largest error of the log probabilities of the 20 likeliest tokens, prompts and decoding. The model's weights are large, so
+# that adapters and prompts change its answers; a rounding error grows on its way through it.
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
+MEAN_BOUNDS = {"float32": 1e-4, "bfloat16": 0.03}
+# The same between two batches of the engine itself, where only the order of sums and the points of rounding differ.
+OWN_BOUNDS = {"float32": 1e-3, "bfloat16": 0.15}
+
+
+@contextmanager
+def running(
+    model: Path, adapters: dict[str, Path], root: Path, dtype: str, *, enforce_eager: bool = False
+) -> Iterator[Engine]:
+    engine = Engine(
+        EngineConfig(
+            model=str(model), device=DEVICE, dtype=dtype, kv_cache_memory_mb=64, enforce_eager=enforce_eager,
+            lora_modules=[LoRAModule(name, str(path)) for name, path in adapters.items()],
+            max_loras=4, max_lora_rank=8, max_num_seqs=8, max_model_len=128, enable_prefix_caching=False,
+            adapter_dir=str(root / "catalogue"),
+        )
+    )  # fmt: skip
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def scores(engine: Engine, cases: Sequence[Case]) -> list[Scores]:
+    """Tokens with log probabilities of each case, all in one batch."""
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=NUM_TOP)
+    answers = [engine.start_sync(TokenPrompt(prompt), sampling, lora=name or "none")[0] for prompt, name in cases]
+    return [[entry for delta in answer for entry in delta.logprobs] for answer in answers]
+
+
+def errors(left: Scores, right: Scores) -> list[float]:
+    """Differences of log probabilities step by step, as long as the tokens before were the same."""
+    found: list[float] = []
+    for one, other in zip(left, right, strict=True):
+        rivals = dict(other.top)
+        found += [abs(rivals[token] - value) for token, value in one.top if token in rivals]
+        if one.token_id != other.token_id:
+            break
+    return found
+
+
+def show(title: str, found: Sequence[float]) -> None:
+    print(f"{title}: largest error {max(found):.2g}, mean {sum(found) / len(found):.2g} of {len(found)}")
+
+
+def test_a_replay_equals_its_launches_bit_for_bit(
+    llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each decode step is run twice: replayed, and launch by launch on the same padded buffers.
+
+    Whole engines cannot agree to the last bit: without graphs a batch is not padded, and attention is split by the keys
+    at hand rather than by capacity.
+    """
+    sizes: list[int] = []
+    unequal: list[tuple[int, float]] = []
+    replay = DecodeGraphs.run
+
+    def run_both(graphs: DecodeGraphs, batch: Batch) -> torch.Tensor:
+        replayed = replay(graphs, batch).clone()
+        launched = launch(graphs, batch)
+        sizes.append(replayed.shape[0])
+        if not torch.equal(replayed, launched):
+            unequal.append((replayed.shape[0], float((replayed - launched).abs().max())))
+        return replayed
+
+    monkeypatch.setattr(DecodeGraphs, "run", run_both)
+    for dtype in ("float32", "bfloat16"):
+        with running(llama_dir, llama_adapters, tmp_path, dtype) as engine:
+            for cases in (MIXED, BASE, SINGLE[:3], MIXED[2:3], MIXED):
+                scores(engine, cases)
+    assert {1, 3, 6} <= set(sizes), "the graphs did not run"
+    assert unequal == []
+
+
+def launch(graphs: DecodeGraphs, batch: Batch) -> torch.Tensor:
+    """What `DecodeGraphs.run` has just replayed, launch by launch; its inputs are in the graphs' buffers already."""
+    num_tokens = batch.token_ids.shape[0]
+    size = next(size for size in graphs._sizes if size >= num_tokens)
+    attention = batch.attention
+    graphs._attention_step.metadata = graphs._buffers.fill(
+        attention.query_lens, attention.kv_lens, attention.block_table, size
+    )
+    graphs._attention_step.kv_index = graphs._kv_index[:size]
+    graphs._update_lora(batch.lora_segments, size)
+    return graphs._forward(size)[:num_tokens]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engines_with_graphs_and_without_agree(
+    dtype: str, llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    found = []
+    for enforce_eager in (False, True):
+        with running(llama_dir, llama_adapters, tmp_path, dtype, enforce_eager=enforce_eager) as engine:
+            found.append(scores(engine, MIXED))
+    if dtype == "float32":
+        assert [[entry.token_id for entry in row] for row in found[0]] == [
+            [entry.token_id for entry in row] for row in found[1]
+        ]
+    all_errors = [error for left, right in zip(*found, strict=True) for error in errors(left, right)]
+    show(f"graphs against eager, {dtype}", all_errors)
+    assert max(all_errors) <= OWN_BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_alone_equals_the_row_in_a_mixed_batch(
+    dtype: str, llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    with running(llama_dir, llama_adapters, tmp_path, dtype) as engine:
+        together = scores(engine, MIXED)
+        alone = [scores(engine, [case])[0] for case in MIXED]
+        others = scores(engine, [(prompt, None if name else "all") for prompt, name in MIXED])
+    all_errors = [error for left, right in zip(together, alone, strict=True) for error in errors(left, right)]
+    show(f"mixed against alone, {dtype}", all_errors)
+    assert max(all_errors) <= OWN_BOUNDS[dtype]
+    for left, right in zip(together, others, strict=True):  # Else rows could be mixed up unseen.
+        assert [entry.token_id for entry in left] != [entry.token_id for entry in right]
+
+
+def true_logprobs(model: Any, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
+    """[n, V] float32: what the oracle says at each step of an answer, given the tokens before."""
+    ids = torch.tensor([[*prompt, *token_ids[:-1]]], device=DEVICE)
+    with torch.inference_mode():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 :]
+    return torch.log_softmax(logits.float(), -1).cpu()
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_numbers_stay_near_transformers_and_peft_in_float32(
+    dtype: str, enforce_eager: bool, llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    oracle = Oracle(llama_dir, LLAMA, llama_adapters)
+    names: list[str | None] = [None, *llama_adapters]
+    models = {name: oracle.model(name).to(DEVICE) for name in names}
+    with running(llama_dir, llama_adapters, tmp_path, dtype, enforce_eager=enforce_eager) as engine:
+        answers = {kind: scores(engine, cases) for kind, cases in BATCHES.items()}
+    for kind, cases in BATCHES.items():
+        found, wrong = [], []
+        for (prompt, name), entries in zip(cases, answers[kind], strict=True):
+            token_ids = [entry.token_id for entry in entries]
+            for other in names:
+                expected = true_logprobs(models[other], prompt, token_ids)
+                distances = [
+                    abs(float(expected[step, token]) - value)
+                    for step, entry in enumerate(entries)
+                    for token, value in entry.top
+                ]
+                if other == name:
+                    found += distances
+                else:
+                    wrong.append(max(distances))
+        show(f"{dtype} against float32, {kind} batch", found)
+        assert max(found) <= BOUNDS[dtype] and sum(found) / len(found) <= MEAN_BOUNDS[dtype], kind
+        assert min(wrong) > BOUNDS[dtype], "the bound could not tell one adapter from another"

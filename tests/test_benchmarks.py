@@ -1,0 +1,130 @@
+"""The benchmarks of whole steps: they run to their end on a CPU, and refuse figures where answers are wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks import decode, scale, step_profile, workload
+from engine import Engine, EngineConfig
+from engine.request import TokenLogprob
+
+
+def figures_of(module: Any, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a benchmark's `main`; returns what its last line holds."""
+    monkeypatch.setattr(sys, "argv", ["benchmark", *words.split()])
+    module.main()
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A random model with two adapters, and one whose alpha is zero."""
+    root = tmp_path_factory.mktemp("bench")
+    model = workload.write_model("tiny", root / "model")
+    engine = Engine(
+        EngineConfig(
+            model=str(model), load_format="dummy", device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4,
+            max_loras=2, max_lora_rank=4, enable_prefix_caching=False, adapter_dir=str(root / "catalogue"),
+        )
+    )  # fmt: skip
+    first = workload.write_adapter("tiny", 4, 0, root / "first", "cpu")
+    folders = {
+        "first": first,
+        "second": workload.write_adapter("tiny", 2, 1, root / "second", "cpu", ("q_proj", "v_proj")),
+        "nothing": workload.link_adapter(first, 0, root / "nothing"),
+    }
+    for name, folder in folders.items():
+        engine.adapters.load(name, str(folder))
+    yield engine
+    engine.close()
+
+
+NAMES = [None, "first", "second", None]
+
+
+def test_right_answers_pass_the_check(engine: Engine) -> None:
+    prompts = workload.make_prompts(4, 9, 512)
+    workload.check_rows(engine, prompts, NAMES, workload.answer_all(engine, prompts, NAMES, 3))
+
+
+def test_answers_of_another_row_are_refused(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = workload.make_prompts(4, 9, 512)
+    answers = workload.answer_all(engine, prompts, NAMES, 3)
+    with pytest.raises(SystemExit):
+        workload.check_rows(engine, prompts, NAMES, [answers[1], answers[0], *answers[2:]])
+    assert "answers otherwise" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_an_adapter_without_effect_is_refused(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = workload.make_prompts(1, 9, 512)
+    with pytest.raises(SystemExit):
+        workload.check_rows(engine, prompts, ["nothing"], workload.answer_all(engine, prompts, ["nothing"], 3))
+    assert "changes nothing" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_linked_adapter_is_other_content(engine: Engine) -> None:
+    assert engine.adapters.get("first").generation != engine.adapters.get("nothing").generation
+
+
+def entry(token_id: int, *values: float) -> TokenLogprob:
+    """A step whose tokens 0, 1, … have these log probabilities."""
+    return TokenLogprob(token_id, values[token_id], list(enumerate(values)))
+
+
+def test_runs_are_compared_up_to_the_step_where_they_part() -> None:
+    near, same, far = entry(0, -1.0, -1.1), entry(1, -1.1, -1.0), entry(0, -5.0, -9.0)
+    assert workload.difference([near, near], [near, near], is_exact=True) is None
+    assert workload.difference([near, near], [same, far], is_exact=False) is None
+    assert workload.difference([near, near], [same, far], is_exact=True) is not None
+    assert workload.difference([near, near], [near, far], is_exact=False) is not None
+
+
+def test_pauses_of_overlapping_kernels_are_counted_once() -> None:
+    idle = step_profile._idle([(0, 100), (50, 60), (90, 200), (205, 300), (400, 1000)], 2)
+    assert idle == {"busy_ms": 0.448, "idle_share": 0.105, "between_share": 0.1}
+
+
+def test_decode_prints_the_rows_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--shape tiny --batch 1,3 --adapters 0,1,2,8 --rank 2,4 --quick --input-len 8 --slots 8 --profile 3:2"
+    line = figures_of(decode, words, monkeypatch, capsys)
+    figures = line["figures"]
+    assert [(row["batch"], row["adapters"]) for row in figures["decode"]] == [(1, 0), (1, 1), (3, 0), (3, 1), (3, 2)]
+    assert all(row["ms_per_step"] > 0 and "goal_ms" not in row for row in figures["decode"])
+    assert [(row["adapters"], row["active"]) for row in figures["prefill"]] == [(0, 0), (1, 1), (2, 2), (8, 8)]
+    assert figures["load_from_disk_ms"] > figures["load_from_cpu_ms"]
+    assert figures["profile"]["3:2"]["top"] and line["setup"]["quick"]
+
+
+def test_goals_belong_to_the_default_workload_alone() -> None:
+    options = decode.parse([])
+    pairs = {(batch, count) for batch in options.batch for count in options.adapters if count <= batch}
+    assert set(decode.GOALS) == pairs and set(decode.PREFILL_GOALS) == set(options.adapters)
+
+    def has_goals(words: str) -> bool:
+        bench = object.__new__(decode.Bench)
+        bench.options = decode.parse(words.split())
+        return bench.has_goals
+
+    assert has_goals("") and has_goals("--batch 32 --adapters 0,1 --repeat 1")
+    for words in ("--quick", "--rank 64", "--rank 8,16,64", "--shape tiny", "--output-len 40", "--input-len 64"):
+        assert not has_goals(words), words
+
+
+def test_scale_reports_each_number_of_adapters_and_each_tier(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--shape tiny --registered 0,2,12 --slots 3 --cpu-loras 6 --requests 4 --streams 2 --seconds 0.4 --output-len 3"
+    )
+    figures = figures_of(scale, words, monkeypatch, capsys)["figures"]
+    assert [row["registered"] for row in figures["rows"]] == [0, 2, 12]
+    assert all(row["tokens_per_s"] > 0 for row in figures["rows"])
+    assert figures["rows"][-1]["reads_from_disk"] > 0 == figures["rows"][1]["reads_from_disk"]
+    assert all(figures["cold"][tier]["samples"] for tier in ("gpu", "cpu", "disk"))
