@@ -220,7 +220,9 @@ class ColdStart:
         figures: dict[str, Any] = {"streams": self._options.streams, "stream_adapters": len(self._hot)}
         quiet: list[float] = []
         for tier in ("gpu", "cpu", "disk"):
-            rows = [row for _ in range(NUM_COLD) if (row := self._measure(tier, quiet)) is not None]
+            rows: list[tuple[float, float]] = []
+            while len(rows) < NUM_COLD and (row := self._measure(tier, quiet)) is not None:
+                rows.append(row)
             if rows:
                 first, longest = zip(*rows, strict=True)
                 figures[tier] = {
