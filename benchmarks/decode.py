@@ -127,7 +127,9 @@ class Bench:
     def has_goals(self) -> bool:
         """Whether the set-up is the one that the goals are for."""
         options = self.options
-        is_default = options.input_len == 128 and options.output_len is None and not options.quick
+        is_default = (
+            options.input_len == 128 and options.slots == 32 and options.output_len is None and not options.quick
+        )
         return options.shape == "llama-3.1-8b" and options.rank == [16] and is_default
 
     def load(self) -> dict[str, float]:

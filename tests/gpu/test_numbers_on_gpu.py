@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.batch import Batch
+from engine.batch import KV_INDEX, Batch
 from engine.config import LoRAModule
 from engine.graphs import DecodeGraphs
 from engine.request import TokenLogprob, TokenPrompt
@@ -89,8 +89,8 @@ def test_a_replay_equals_its_launches_bit_for_bit(
 ) -> None:
     """Each decode step is run twice: replayed, and launch by launch on the same padded buffers.
 
-    Whole engines cannot agree to the last bit: without graphs a batch is not padded, and attention is split by the keys
-    at hand rather than by capacity.
+    Whole engines cannot agree to the last bit: without graphs a batch is not padded, layers are not compiled, and attention
+    is split by the keys at hand rather than by capacity.
     """
     sizes: list[int] = []
     unequal: list[tuple[int, float]] = []
@@ -115,15 +115,11 @@ def test_a_replay_equals_its_launches_bit_for_bit(
 
 def launch(graphs: DecodeGraphs, batch: Batch) -> torch.Tensor:
     """What `DecodeGraphs.run` has just replayed, launch by launch; its inputs are in the graphs' buffers already."""
-    num_tokens = batch.token_ids.shape[0]
-    size = next(size for size in graphs._sizes if size >= num_tokens)
-    attention = batch.attention
-    graphs._attention_step.metadata = graphs._buffers.fill(
-        attention.query_lens, attention.kv_lens, attention.block_table, size
-    )
-    graphs._attention_step.kv_index = graphs._kv_index[:size]
+    size = batch.num_tokens
+    graphs._attention_step.metadata = graphs._buffers.fill(batch.query_lens, batch.kv_lens, batch.block_table, size)
+    graphs._attention_step.kv_index = graphs._inputs_of(size)[KV_INDEX]
     graphs._update_lora(batch.lora_segments, size)
-    return graphs._forward(size)[:num_tokens]
+    return graphs._forward(size)[: len(batch.sampled)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
