@@ -26,6 +26,7 @@ from kernels.metadata import (
 try:
     from kernels import kv_write as _kv_write
     from kernels import lora as _lora
+    from kernels import lora_embedding as _lora_embedding
     from kernels import paged_attention as _paged_attention
 except ImportError:  # no Triton for this platform
     HAS_TRITON = False
@@ -44,6 +45,7 @@ __all__ = [
     "LoraMetadata",
     "LoraSegment",
     "lora_add_group_",
+    "lora_embedding_add_",
     "paged_attention",
     "write_kv_",
 ]
@@ -77,6 +79,34 @@ def lora_add_group_(
     """
     add = _lora.lora_add_group_ if HAS_TRITON and metadata.has_tiles else reference.lora_add_group_
     add(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata)
+
+
+def lora_embedding_add_(
+    output: torch.Tensor,
+    token_ids: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[int],
+    metadata: LoraMetadata,
+) -> None:
+    """`output[s:e] += lora_a[n, token_ids[s:e], :r] @ lora_b[n, :, :r].T` for each segment `(n, s, e)`, `r = ranks[n]`.
+
+    The embedding case of LoRA: `x @ A.T` with a one-hot x is a gather of A's columns, which are rows here.
+    Tokens in no segment, and those of adapters of rank 0, are left exactly as they are.
+
+    Args:
+        output: [T, H], the base embeddings, accumulated in place.
+        token_ids: [T] int64, below V.
+        lora_a: [N, V, R], the transpose of what adapters store as [R, V], so that a token's numbers are neighbours;
+            what lies above an adapter's own rank is never used.
+        lora_b: [N, H, R], same dtype, with the adapter's scale (and the model's scale of embeddings) folded in.
+        ranks: [N] int32 on the device of `output`: what the GPU reads.
+        host_ranks: the same N numbers on the host: what the CPU reads.
+        metadata: the step's segments, with `num_tokens` T.
+    """
+    add = _lora_embedding.lora_embedding_add_ if HAS_TRITON and metadata.has_tiles else reference.lora_embedding_add_
+    add(output, token_ids, lora_a, lora_b, ranks, host_ranks, metadata)
 
 
 def write_kv_(

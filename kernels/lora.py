@@ -73,7 +73,7 @@ def lora_add_group_with_tiles_(
 
     block_tokens = tuning.kind_of(num_tokens).block_tokens
     max_tiles = tuning.num_tiles_of(num_tokens, metadata.max_segments)
-    num_sms = _num_sms(x.device)
+    num_sms = num_processors(x.device)
     num_rank_blocks = -(-max_rank // shrink.block_rank)
     num_items = max_tiles * num_splits * num_slices * num_rank_blocks
     _shrink_kernel[(min(num_items, num_sms * shrink.programs_per_sm),)](
@@ -88,12 +88,12 @@ def lora_add_group_with_tiles_(
     for start, end in zip(slice_starts, slice_ends, strict=True):
         first_blocks.append(first_blocks[-1] + -(-(end - start) // expand.block_out))
     num_items = max_tiles * first_blocks[-1]
-    block_rank = max(16, min(_MAX_BLOCK_RANK, triton.next_power_of_2(max_rank)))
+    block_rank = max(16, min(MAX_BLOCK_RANK, triton.next_power_of_2(max_rank)))
     # As many splits at once as 64 registers a thread hold.
     num_at_once = max(
         1, min(triton.next_power_of_2(num_splits), 2048 * expand.num_warps // (block_tokens * block_rank))
     )
-    is_streamed = expand.num_stages > 0 and max_rank <= _MAX_BLOCK_RANK
+    is_streamed = expand.num_stages > 0 and max_rank <= MAX_BLOCK_RANK
     kernel = _expand_stream_kernel if is_streamed else _expand_kernel
     kernel[(min(num_items, num_sms * expand.programs_per_sm),)](
         output, lora_b, ranks, metadata.tiles, metadata.scratch, num_tokens, output.stride(0), output.shape[1],
@@ -104,11 +104,11 @@ def lora_add_group_with_tiles_(
     )  # fmt: skip
 
 
-_MAX_BLOCK_RANK = 64
+MAX_BLOCK_RANK = 64
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

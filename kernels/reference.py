@@ -50,6 +50,26 @@ def lora_add_group_(
             slice_start = slice_end
 
 
+def lora_embedding_add_(
+    output: torch.Tensor,
+    token_ids: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[int],
+    metadata: LoraMetadata,
+) -> None:
+    """`output[s:e] += lora_a[n, token_ids[s:e], :r] @ lora_b[n, :, :r].T` for each segment `(n, s, e)`, `r = ranks[n]`.
+
+    The arguments are those of `kernels.lora_embedding_add_`; this function reads `host_ranks`, the GPU kernel `ranks`.
+    """
+    for lora_slot, token_start, token_end in metadata.segments:
+        rank = host_ranks[lora_slot]
+        if rank:
+            gathered = lora_a[lora_slot, token_ids[token_start:token_end], :rank]
+            output[token_start:token_end].addmm_(gathered, lora_b[lora_slot, :, :rank].T)
+
+
 def write_kv_(
     k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, kv_index: torch.Tensor
 ) -> None:
