@@ -4,8 +4,10 @@
 
 The shape is Llama-3.1-8B's unless told otherwise. Each call of a graph reads other keys than the one before, so that they
 come from memory rather than the cache. Launches are sized for `--max-model-len`, as a captured decode step's must be. The
+time is with the step's own keys and values at hand (`us`) and without (`blocks_us`), which matters to whole prompts. The
 floor is the larger of bytes over `--bandwidth` and operations over `--rate`. PyTorch's attention is given keys and values
-that lie gathered already (`sdpa_us`), and those of the pools (`gather_sdpa_us`). Refuses to report where an answer is wrong.
+that lie gathered already (`sdpa_us`, with a mask where a prefill has cached keys), and those of the pools
+(`gather_sdpa_us`). Refuses to report where an answer is wrong.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--batch", default="1,8,32,128,256", help="decodes in a step")
     parser.add_argument("--kv-len", default="256,2048", help="keys of each decode")
-    parser.add_argument("--prefill", default="8x2048", help="prefills, each `requests`x`tokens`")
+    parser.add_argument(
+        "--prefill", default="8x2048,16x256,4x512x4096", help="prefills, each `requests`x`tokens` or with x`keys` too"
+    )
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=8, help="KV heads")
     parser.add_argument("--head-dim", type=int, default=128, help="width of a head")
@@ -75,8 +79,8 @@ def parse_work(options: argparse.Namespace) -> list[Work]:
     """Decodes by batch and length, then prefills."""
     lens = [int(kv_len) for kv_len in options.kv_len.split(",") if kv_len]
     decodes = [Work(int(batch), 1, kv_len) for kv_len in lens for batch in options.batch.split(",") if batch]
-    prefills = [prefill.split("x") for prefill in options.prefill.split(",") if prefill]
-    return decodes + [Work(int(batch), int(length), int(length)) for batch, length in prefills]
+    sizes = [[int(size) for size in prefill.split("x")] for prefill in options.prefill.split(",") if prefill]
+    return decodes + [Work(batch, length, *(rest or [length])) for batch, length, *rest in sizes]
 
 
 def kv_bytes(work: Work, options: argparse.Namespace) -> int:
@@ -111,19 +115,28 @@ def make_inputs(
         q_shape = (work.batch * work.query_len, options.heads, options.head_dim)
         q = torch.randn(q_shape, generator=generator, device="cuda", dtype=DTYPE)
         max_blocks = max(blocks_each, -(-options.max_model_len // size))
-        buffers = AttentionBuffers(work.batch, max_blocks, size, q.device)
-        metadata = buffers.fill([work.query_len] * work.batch, [work.kv_len] * work.batch, table)
+        lens = [work.query_len] * work.batch, [work.kv_len] * work.batch
+        if work.query_len == 1:
+            metadata = AttentionBuffers(work.batch, max_blocks, size, q.device).fill(*lens, table)
+        else:
+            metadata = AttentionMetadata(*lens, table, size)
+            assert metadata.tensors.max_kv_len == work.kv_len, "made here, as it cannot be while a graph is captured"
         inputs.append(Inputs(q, kv_index, metadata))
     return k_pool, v_pool, inputs
 
 
 def attend_gathered(work: Work, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """[T, Hq, D] by PyTorch's attention over keys and values [B, L, Hkv, D]."""
+    mask = None
+    if 1 < work.query_len < work.kv_len:
+        shape = (work.query_len, work.kv_len)
+        mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril(work.kv_len - work.query_len)
     attended = F.scaled_dot_product_attention(
         q.view(work.batch, work.query_len, *q.shape[1:]).transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        is_causal=work.query_len > 1,
+        attn_mask=mask,
+        is_causal=mask is None and work.query_len > 1,
         enable_gqa=True,
     )
     return attended.transpose(1, 2).flatten(0, 1)
@@ -156,21 +169,28 @@ def measure(work: Work, options: argparse.Namespace, generator: torch.Generator)
     k_pool, v_pool, inputs = make_inputs(work, options, generator)
     scale = options.head_dim**-0.5
 
-    def ours(case: Inputs) -> torch.Tensor:
-        return paged_attention(case.q, k_pool, v_pool, case.metadata, scale=scale)
+    gathered = [(k_pool[case.kv_index], v_pool[case.kv_index]) for case in inputs]
+    # What the step itself computed: of a whole prompt all keys, of others the last.
+    own = [[tensor[:, -work.query_len :].flatten(0, 1) for tensor in pair] for pair in gathered]
+
+    def ours(case: Inputs, *kv: torch.Tensor) -> torch.Tensor:
+        k, v = kv or (None, None)
+        return paged_attention(case.q, k_pool, v_pool, case.metadata, scale=scale, k=k, v=v)
 
     last = inputs[-1]
     reference = torch.cat([
         attend_gathered(Work(1, work.query_len, work.kv_len), *(tensor.float() for tensor in (q, k_pool[i], v_pool[i])))
         for q, i in zip(last.q.split(work.query_len), last.kv_index[:, None], strict=True)
     ])  # fmt: skip
-    error = float((ours(last).float() - reference).norm() / reference.norm())
+    error = float((ours(last, *own[-1]).float() - reference).norm() / reference.norm())
     if not error < MAX_ERROR:
         refuse(f"{work} differs from the reference by {error}")
 
-    gathered = [(k_pool[case.kv_index], v_pool[case.kv_index]) for case in inputs]
     times = {
-        "us": time_graph([lambda case=case: ours(case) for case in inputs], options.repeat),
+        "us": time_graph(
+            [lambda case=case, kv=kv: ours(case, *kv) for case, kv in zip(inputs, own, strict=True)], options.repeat
+        ),
+        "blocks_us": time_graph([lambda case=case: ours(case) for case in inputs], options.repeat),
         "sdpa_us": time_graph(
             [
                 lambda case=case, kv=kv: attend_gathered(work, case.q, *kv)

@@ -6,9 +6,10 @@
 
 A layer is four calls (q,k,v; o; gate+up; down), captured in one CUDA graph for many layers with weights and activations
 of their own, so that the L2 cache holds none of a layer's data when its turn comes; a figure is the median of the
-replays over the layers. The metadata has room for 32 adapters throughout, as a server's would. The floor is the time to
-move, at the device's copy speed, each active adapter and input once and each output twice. Results are compared with
-float64 first, and no figure is printed where they differ.
+replays over the layers. The embedding and the head, which no layer has, are timed alone (`--ends`). The metadata has
+room for 32 adapters throughout, as a server's would. The floor is the time to move, at the device's copy speed, each
+active adapter and input once and each output twice. Results are compared with float64 first, and no figure is printed
+where they differ.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.report import finish, refuse
-from kernels import LoraMetadata, LoraSegment, lora_add_group_, reference, tuning
+from kernels import LoraMetadata, LoraSegment, lora_add_group_, lora_embedding_add_, reference, tuning
 from kernels.tuning import ExpandTile, ShrinkTile
 
 COPY_BYTES_PER_US = 4.24e6  # read plus written, measured on an H200
@@ -40,6 +41,12 @@ GROUPS = {
     "gate+up": (4096, (14336, 28672)),
     "down": (14336, (4096,)),
 }
+
+
+HEAD = {"lm_head": (4096, (128256,))}
+VOCAB_SIZE, WIDTH = 128256, 4096
+END_CELLS = [(1, 32), (32, 32), (32, 256)]
+"""Adapters and tokens of the rows for the embedding and the head."""
 
 
 class Cell(NamedTuple):
@@ -83,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--adapters", type=numbers, default=[1, 8, 32])
     parser.add_argument("--tokens", type=numbers, default=[1, 8, 32, 128, 256, 2048, 8192])
     parser.add_argument("--parts", action="store_true", help="also time each group alone")
+    parser.add_argument("--ends", action="store_true", help="also time the embedding and the head")
     parser.add_argument("--tune", action="store_true", help="measure tile candidates first")
     parser.add_argument("--kinds", default=",".join(kind.name for kind in tuning.KINDS), help="kinds of step to tune")
     parser.add_argument("--processes", type=int, default=14, help="that compile candidates")
@@ -91,14 +99,14 @@ def parse() -> argparse.Namespace:
 
 def num_bytes(group: str, cell: Cell) -> int:
     """That must move between memory and chip for one call."""
-    in_features, ends = GROUPS[group]
+    in_features, ends = {**GROUPS, **HEAD}[group]
     activations = cell.num_tokens * (in_features + 2 * ends[-1])
     return 2 * (activations + cell.num_adapters * cell.rank * (in_features * len(ends) + ends[-1]))
 
 
 def make_call(group: str, cell: Cell) -> Call:
     """Random activations and weights, scaled so that the output's parts are of like size."""
-    in_features, ends = GROUPS[group]
+    in_features, ends = {**GROUPS, **HEAD}[group]
     options = {"dtype": torch.bfloat16, "device": "cuda"}
     host_ranks = [[cell.rank] * len(ends) for _ in range(cell.num_adapters)]
     return Call(
@@ -183,11 +191,73 @@ def measure(cell: Cell, has_parts: bool) -> dict[str, object]:
     return row
 
 
+def measure_head(cell: Cell) -> dict[str, object]:
+    """The head's call alone."""
+    metadata, layers = make_metadata(cell), make_layers(HEAD, cell)
+    error = relative_error(layers[0][0], metadata)
+    if not error < TOLERANCE:
+        refuse(f"head, {cell}: relative error {error}, allowed {TOLERANCE}")
+
+    def run(function: Callable[..., None], count: int) -> Callable[[], None]:
+        return lambda: [function(*call, metadata) for (call,) in layers[:count]]  # type: ignore[return-value]
+
+    return {
+        "part": "lm_head",
+        **cell._asdict(),
+        "us": round(median_us(run(lora_add_group_, len(layers)), len(layers)), 1),
+        "torch_us": round(median_us(run(reference.lora_add_group_, 3), 3), 1),
+        "floor_us": round(num_bytes("lm_head", cell) / COPY_BYTES_PER_US, 2),
+        "error": round(error, 5),
+    }
+
+
+def measure_embedding(cell: Cell) -> dict[str, object]:
+    """The embedding's call alone: other tokens, outputs and B in each of the calls of a graph."""
+    metadata = make_metadata(cell)
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    lora_a = torch.randn(cell.num_adapters, VOCAB_SIZE, cell.rank, **options)
+    host_ranks = [cell.rank] * cell.num_adapters
+    ranks = torch.tensor(host_ranks, dtype=torch.int32, device="cuda")
+    size = 2 * (cell.num_tokens * (cell.rank + 2 * WIDTH) + cell.num_adapters * WIDTH * cell.rank)
+    calls = [
+        (
+            torch.randn(cell.num_tokens, WIDTH, **options),
+            torch.randint(VOCAB_SIZE, (cell.num_tokens,), device="cuda"),
+            lora_a,
+            torch.randn(cell.num_adapters, WIDTH, cell.rank, **options) * cell.rank**-0.5,
+            ranks,
+            host_ranks,
+        )
+        for _ in range(max(3, min(64, math.ceil(5 * L2_BYTES / size))))
+    ]
+    output, expected = calls[0][0].clone(), calls[0][0].double()
+    lora_embedding_add_(output, *calls[0][1:], metadata)
+    for lora_slot, start, end in metadata.segments:
+        gathered = lora_a[lora_slot, calls[0][1][start:end]].double()
+        expected[start:end] += gathered @ calls[0][3][lora_slot].double().T
+    error = float((output.double() - expected).norm() / expected.norm())
+    if not error < TOLERANCE:
+        refuse(f"embedding, {cell}: relative error {error}, allowed {TOLERANCE}")
+
+    def run(function: Callable[..., None], count: int) -> Callable[[], None]:
+        return lambda: [function(*call, metadata) for call in calls[:count]]  # type: ignore[return-value]
+
+    return {
+        "part": "embedding",
+        **cell._asdict(),
+        "us": round(median_us(run(lora_embedding_add_, len(calls)), len(calls)), 1),
+        "torch_us": round(median_us(run(reference.lora_embedding_add_, 3), 3), 1),
+        "floor_us": round(size / COPY_BYTES_PER_US, 2),
+        "error": round(error, 5),
+    }
+
+
 # Tuning: shrink tiles first, beside the present expand tiles, then expand tiles beside the best of those.
 
 TUNING_CELLS = {
-    "decode": [(1, 1), (1, 32), (8, 32), (32, 32)],
-    "batch": [(1, 128), (8, 128), (32, 128), (8, 256), (32, 256)],
+    "decode": [(1, 1), (1, 32), (8, 8), (8, 32), (32, 32)],
+    "batch": [(1, 128), (8, 128), (32, 128), (1, 256), (8, 256), (32, 256)],
+    "chunk": [(1, 512), (8, 512), (32, 512)],
     "prefill": [(1, 2048), (8, 2048), (32, 2048)],
     "long": [(1, 8192), (32, 8192)],
 }
@@ -198,49 +268,43 @@ TUNING_WIDTHS: dict[str, tuple[tuple[int | None, str], ...]] = {
 
 
 def shrink_candidates(kind: str, rank: int) -> list[ShrinkTile]:
-    """Tiles worth a try: whole ranks in one program, with loops of several lengths; few rows at once for small steps."""
+    """Tiles worth a try: small steps want many programs, each with few rows; large ones whole ranks in one program."""
     whole = min(64, max(16, rank))
-    candidates = {
-        "decode": [
-            ShrinkTile(16, 128, 4, 512, 4, 1, 16),
-            ShrinkTile(16, 256, 4, 1024, 4, 1, 16),
-            ShrinkTile(whole, 128, 1, 512, 4, 4, 16),
-            ShrinkTile(whole, 128, 1, 1024, 4, 4, 16),
-            ShrinkTile(whole, 256, 1, 1024, 4, 3, 16),
-        ],
-        "batch": [
-            ShrinkTile(whole, 128, 1, 512, 4, 4, 16),
-            ShrinkTile(whole, 128, 1, 1024, 4, 3, 16),
-            ShrinkTile(whole, 128, 1, 1024, 4, 4, 16),
-            ShrinkTile(whole, 256, 1, 1024, 4, 3, 16),
-            ShrinkTile(whole, 128, 1, 2048, 4, 4, 16),
-        ],
-        "prefill": [
+    if kind in ("decode", "batch", "chunk"):
+        if whole == 16:
+            return [
+                ShrinkTile(16, 128, 1, 512, 4, 4, 16),
+                ShrinkTile(16, 128, 1, 1024, 4, 4, 16),
+                ShrinkTile(16, 256, 1, 1024, 2, 3, 16),
+                ShrinkTile(16, 128, 4, 512, 4, 1, 16),
+            ]
+        return [
+            ShrinkTile(16, 256, 1, 1024, 4, 3, 16),
+            ShrinkTile(32, 128, 1, 1024, 4, 4, 16),
+            ShrinkTile(64, 128, 1, 1024, 4, 4, 16),
+            ShrinkTile(32, 128, 1, 2048, 4, 4, 16),
+            ShrinkTile(64, 128, 1, 2048, 4, 4, 16),
+        ]
+    if kind == "prefill":
+        return [
             ShrinkTile(whole, 64, 1, 1024, 4, 4, 16),
             ShrinkTile(whole, 128, 1, 2048, 4, 3, 16),
             ShrinkTile(whole, 128, 1, 2048, 8, 3, 16),
-        ],
-        "long": [
-            ShrinkTile(whole, 128, 1, 2048, 4, 3, 16),
-            ShrinkTile(whole, 64, 1, 4096, 4, 4, 16),
-            ShrinkTile(whole, 128, 1, 4096, 8, 3, 16),
-        ],
-    }
-    few = {
-        16: [ShrinkTile(16, 256, 2, 512, 2, 1, 16), ShrinkTile(16, 256, 1, 1024, 2, 3, 16)],
-        64: [ShrinkTile(64, 128, 1, 2048, 4, 4, 16), ShrinkTile(64, 64, 1, 1024, 4, 6, 16)],
-    }
-    return candidates[kind] + (few[whole] if kind == "decode" and whole in few else [])
+        ]
+    return [
+        ShrinkTile(whole, 128, 1, 2048, 4, 3, 16),
+        ShrinkTile(whole, 64, 1, 4096, 4, 4, 16),
+        ShrinkTile(whole, 128, 1, 4096, 8, 3, 16),
+    ]
 
 
 def expand_candidates(kind: str, rank: int) -> list[ExpandTile]:
     """Tiles worth a try: one block at a time, then streams of as many programs as fit on the device together."""
-    if kind in ("decode", "batch"):
+    if kind in ("decode", "batch", "chunk"):
         tiles = [ExpandTile(256, 4, 0, 16), ExpandTile(256, 8, 0, 16)]
         if rank <= 16:
-            return [*tiles, ExpandTile(256, 4, 3, 4), ExpandTile(128, 4, 3, 6), ExpandTile(128, 4, 4, 4)]
-        return [*tiles[:1], ExpandTile(64, 4, 4, 4), ExpandTile(128, 4, 3, 2), ExpandTile(128, 8, 3, 2),
-                ExpandTile(128, 8, 4, 2)]  # fmt: skip
+            return [*tiles, ExpandTile(128, 4, 3, 6), ExpandTile(256, 8, 3, 3), ExpandTile(128, 4, 4, 4)]
+        return [*tiles, ExpandTile(128, 8, 3, 2), ExpandTile(128, 4, 3, 2), ExpandTile(64, 4, 4, 4)]
     return [
         ExpandTile(128, 4, 0, 16),
         ExpandTile(64, 4, 0, 16),
@@ -253,7 +317,7 @@ def expand_candidates(kind: str, rank: int) -> list[ExpandTile]:
 
 def default_tiles(group: str, rank: int, kind: str) -> tuple[ShrinkTile, ExpandTile]:
     """The present table's."""
-    in_features, ends = GROUPS[group]
+    in_features, ends = {**GROUPS, **HEAD}[group]
     return tuning.shrink_tile("sm90", kind, rank, in_features), tuning.expand_tile("sm90", kind, rank, ends[-1])
 
 
@@ -261,7 +325,7 @@ def compile_choices(choices: Sequence[Choice]) -> None:
     """Launch each once on a small step; what is compiled stays in Triton's cache on disk."""
     from kernels.lora import lora_add_group_with_tiles_
 
-    smallest = dict(zip((kind.name for kind in tuning.KINDS), (1, 65, 513, 2049), strict=True))
+    smallest = dict(zip((kind.name for kind in tuning.KINDS), (1, 65, 257, 513, 2049), strict=True))
     for choice in choices:
         cell = Cell(choice.rank, 1, smallest[choice.kind])
         call, metadata = make_call(choice.group, cell), make_metadata(cell)
@@ -356,12 +420,20 @@ def main() -> None:
         Choice(group, rank, kind, *default_tiles(group, rank, kind))
         for group, rank, kind in itertools.product(GROUPS, options.ranks, sorted(kinds))
     ]
+    end_cells = (
+        [Cell(rank, *cell) for rank, cell in itertools.product(options.ranks, END_CELLS)] if options.ends else []
+    )
+    end_kinds = {(cell.rank, tuning.kind_of(cell.num_tokens).name) for cell in end_cells}
+    choices += [Choice("lm_head", *key, *default_tiles("lm_head", *key)) for key in sorted(end_kinds)]
     compile_in_parallel(choices, options.processes)
     rows = []
     for rank, num_adapters, num_tokens in itertools.product(options.ranks, options.adapters, options.tokens):
         if num_tokens >= num_adapters:
             rows.append(measure(Cell(rank, num_adapters, num_tokens), options.parts))
             print(rows[-1], flush=True)
+    ends = [measure_part(cell) for measure_part in (measure_embedding, measure_head) for cell in end_cells]
+    for row in ends:
+        print(row, flush=True)
     setup = {
         "shape": "llama-3.1-8b, one layer",
         "dtype": "bfloat16",
@@ -369,7 +441,7 @@ def main() -> None:
         "max_adapters": MAX_ADAPTERS,
         "copy_bytes_per_us": COPY_BYTES_PER_US,
     }
-    finish(setup, {"rows": rows})
+    finish(setup, {"rows": rows, "ends": ends})
 
 
 if __name__ == "__main__":

@@ -132,6 +132,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out[t] = softmax(scale * q[t] . K) V` over the keys of t's own request at positions up to t's (and in the window).
 
@@ -142,17 +144,14 @@ def paged_attention(
         scale: factor of the logits.
         window: sliding window in keys, the query's own included; None means all.
         soft_cap: logits x become `soft_cap * tanh(x / soft_cap)`; None leaves them.
+        k, v: [T, Hkv, D], what this step wrote to the pools: on a GPU, prompts of which nothing was cached read their
+            keys and values here, which is faster than through the block table. The result is the same without.
 
     Returns:
         [T, Hq, D], every row written.
-
-    Raises:
-        NotImplementedError: a soft cap where plain PyTorch would have to apply it.
     """
     if HAS_TRITON and q.is_cuda and q.shape[-1] <= MAX_HEAD_DIM:
         return _paged_attention.paged_attention(
-            q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap
+            q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap, k=k, v=v
         )
-    if soft_cap is not None:
-        raise NotImplementedError("attention with a soft cap needs the Triton kernels, and those a CUDA device")
-    return reference.paged_attention(q, k_pool, v_pool, metadata, scale=scale, window=window)
+    return reference.paged_attention(q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap)

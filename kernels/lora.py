@@ -70,37 +70,62 @@ def lora_add_group_with_tiles_(
     if is_overlapped is None:
         is_overlapped = x.is_cuda and metadata.family == "sm90"
     launch = {"USE_PDL": is_overlapped} | ({"launch_pdl": True} if is_overlapped else {})
+    _launch_shrink(x, lora_a, ranks, metadata, shrink, launch)
+    _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch)
 
-    block_tokens = tuning.kind_of(num_tokens).block_tokens
+
+def _launch_shrink(
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    ranks: torch.Tensor,
+    metadata: LoraMetadata,
+    tile: tuning.ShrinkTile,
+    launch: dict[str, bool],
+) -> None:
+    """Scratch becomes the partial sums of `x @ A.T`."""
+    (num_tokens, in_features), (_, num_slices, max_rank, _) = x.shape, lora_a.shape
+    num_splits, num_rank_blocks = -(-in_features // tile.split_len), -(-max_rank // tile.block_rank)
     max_tiles = tuning.num_tiles_of(num_tokens, metadata.max_segments)
-    num_sms = num_processors(x.device)
-    num_rank_blocks = -(-max_rank // shrink.block_rank)
     num_items = max_tiles * num_splits * num_slices * num_rank_blocks
-    _shrink_kernel[(min(num_items, num_sms * shrink.programs_per_sm),)](
+    _shrink_kernel[(min(num_items, num_processors(x.device) * tile.programs_per_sm),)](
         x, lora_a, ranks, metadata.tiles, metadata.scratch, num_tokens, x.stride(0), in_features,
-        M=num_slices, R=max_rank, S=num_splits, SPLIT_LEN=shrink.split_len,
-        BLOCK_T=block_tokens, BLOCK_R=shrink.block_rank, BLOCK_K=shrink.block_in, GROUPS=shrink.num_groups,
-        NUM_STAGES=shrink.num_stages, num_warps=shrink.num_warps, num_stages=1, **launch,
+        M=num_slices, R=max_rank, S=num_splits, SPLIT_LEN=tile.split_len,
+        BLOCK_T=tuning.kind_of(num_tokens).block_tokens, BLOCK_R=tile.block_rank, BLOCK_K=tile.block_in,
+        GROUPS=tile.num_groups, NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=1, **launch,
     )  # fmt: skip
 
+
+def _launch_expand(
+    output: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    slice_ends: tuple[int, ...],
+    metadata: LoraMetadata,
+    num_splits: int,
+    tile: tuning.ExpandTile,
+    launch: dict[str, bool],
+) -> None:
+    """The output gains the sums of the splits in scratch, times B."""
+    num_tokens, max_rank = output.shape[0], lora_b.shape[2]
+    block_tokens = tuning.kind_of(num_tokens).block_tokens
     slice_starts = (0, *slice_ends[:-1])
     first_blocks = [0]
     for start, end in zip(slice_starts, slice_ends, strict=True):
-        first_blocks.append(first_blocks[-1] + -(-(end - start) // expand.block_out))
-    num_items = max_tiles * first_blocks[-1]
+        first_blocks.append(first_blocks[-1] + -(-(end - start) // tile.block_out))
+    num_items = tuning.num_tiles_of(num_tokens, metadata.max_segments) * first_blocks[-1]
     block_rank = max(16, min(MAX_BLOCK_RANK, triton.next_power_of_2(max_rank)))
     # As many splits at once as 64 registers a thread hold.
-    num_at_once = max(
-        1, min(triton.next_power_of_2(num_splits), 2048 * expand.num_warps // (block_tokens * block_rank))
-    )
-    is_streamed = expand.num_stages > 0 and max_rank <= MAX_BLOCK_RANK
-    kernel = _expand_stream_kernel if is_streamed else _expand_kernel
-    kernel[(min(num_items, num_sms * expand.programs_per_sm),)](
+    num_at_once = max(1, min(triton.next_power_of_2(num_splits), 2048 * tile.num_warps // (block_tokens * block_rank)))
+    kernel, options = _expand_kernel, {}
+    if tile.num_stages > 0 and max_rank <= MAX_BLOCK_RANK:
+        kernel, options = _expand_stream_kernel, {"NUM_STAGES": tile.num_stages}
+    kernel[(min(num_items, num_processors(output.device) * tile.programs_per_sm),)](
         output, lora_b, ranks, metadata.tiles, metadata.scratch, num_tokens, output.stride(0), output.shape[1],
         SLICE_STARTS=slice_starts, SLICE_ENDS=tuple(slice_ends), FIRST_BLOCKS=tuple(first_blocks),
-        M=num_slices, R=max_rank, S=num_splits, AT_ONCE=num_at_once,
-        BLOCK_T=block_tokens, BLOCK_R=block_rank, BLOCK_O=expand.block_out,
-        num_warps=expand.num_warps, num_stages=1, **launch, **({"NUM_STAGES": expand.num_stages} if is_streamed else {}),
+        M=len(slice_ends), R=max_rank, S=num_splits, AT_ONCE=num_at_once,
+        BLOCK_T=block_tokens, BLOCK_R=block_rank, BLOCK_O=tile.block_out,
+        num_warps=tile.num_warps, num_stages=1, **launch, **options,
     )  # fmt: skip
 
 
@@ -232,14 +257,25 @@ def _load_h(
     p_scratch, num_tokens, t, m_t, i_slice, r, rank,
     M: tl.constexpr, R: tl.constexpr, S: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_T, BLOCK_R] float32: the sum over the splits in a fixed order, `AT_ONCE` of them in flight together."""
-    m_h = (m_t[:, None] & _in_rank(r, rank, R)[None, :])[None, :, :]
-    p_h = p_scratch + (((t.to(tl.int64) * M + i_slice) * R)[:, None] + r[None, :])[None, :, :]
-    split_stride = num_tokens.to(tl.int64) * (M * R)
+    """[BLOCK_T, BLOCK_R] float32: the sum over the splits in a fixed order.
+
+    Few ranks: one load of three dimensions, `AT_ONCE` splits in flight together. More would cost too many registers so,
+    and each split is brought into the product's layout by itself.
+    """
+    m_h = m_t[:, None] & _in_rank(r, rank, R)[None, :]
+    o_h = ((t * M + i_slice) * R)[:, None] + r[None, :]
     b_h = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-    for first in tl.static_range(0, S, AT_ONCE):
-        i_split = first + tl.arange(0, AT_ONCE)[:, None, None]
-        b_h += tl.sum(tl.load(p_h + i_split * split_stride, mask=m_h & (i_split < S), other=0.0), axis=0)
+    if BLOCK_R == 16:
+        o_split = tl.arange(0, AT_ONCE)[:, None, None]
+        o_part = o_split * (num_tokens * (M * R)) + o_h[None, :, :]
+        for first in tl.static_range(0, S, AT_ONCE):
+            m_part = m_h[None, :, :] & (first + o_split < S)
+            p_first = p_scratch + first * (num_tokens.to(tl.int64) * (M * R))
+            b_h += tl.sum(tl.load(p_first + o_part, mask=m_part, other=0.0), axis=0)
+    else:
+        for _ in tl.static_range(S):
+            b_h += tl.load(p_scratch + o_h, mask=m_h, other=0.0)
+            p_scratch += num_tokens.to(tl.int64) * (M * R)
     return b_h
 
 
@@ -320,11 +356,25 @@ def _expand_stream_kernel(
     NUM_STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_expand_kernel`, for R <= BLOCK_R and much work: all blocks are dealt in even, contiguous shares, and a program
-    keeps `h` while it runs along a slice with B and the output on their way in advance."""
+    keeps `h` while it runs along a slice with B and the output on their way in advance. In small steps the first block
+    of a share is on its way before `h` is there; in large ones, it would only take up room."""
     NUM_BLOCKS: tl.constexpr = FIRST_BLOCKS[M]
     total = tl.load(p_tiles).to(tl.int64) * NUM_BLOCKS
     i_share = (tl.program_id(0) * total // tl.num_programs(0)).to(tl.int32)
     share_end = ((tl.program_id(0) + 1) * total // tl.num_programs(0)).to(tl.int32)
+    r = tl.arange(0, BLOCK_R)
+    is_first = i_share < share_end
+    if BLOCK_T <= 32:
+        lora_slot, t_start, t_end = _load_tile(p_tiles, i_share // NUM_BLOCKS, is_first)
+        i_slice, o_start, o_end, _ = _locate(i_share % NUM_BLOCKS, SLICE_STARTS, SLICE_ENDS, FIRST_BLOCKS, M, BLOCK_O)
+        rank = tl.load(p_ranks + lora_slot.to(tl.int64) * M + i_slice, mask=is_first, other=0)
+        o = o_start + tl.arange(0, BLOCK_O)
+        m_o = (o < o_end) & is_first
+        t = t_start + tl.arange(0, BLOCK_T)
+        p_block = p_out + (t.to(tl.int64) * out_stride)[:, None] + o[None, :]
+        m_out = (t < t_end)[:, None] & (m_o & (rank > 0))[None, :]
+        b_b = _load_b(p_b, lora_slot.to(tl.int64), o, m_o, r, rank, out_features, R)
+        b_out = tl.load(p_block, mask=m_out, other=0.0)
     _wait(USE_PDL)
     while i_share < share_end:
         i_tile, i_block = i_share // NUM_BLOCKS, i_share % NUM_BLOCKS
@@ -334,18 +384,24 @@ def _expand_stream_kernel(
         i_row = lora_slot.to(tl.int64)
         rank = tl.load(p_ranks + i_row * M + i_slice)
         if rank > 0:
-            r = tl.arange(0, BLOCK_R)
             t = t_start + tl.arange(0, BLOCK_T)
             m_t = t < t_end
             b_h = _load_h(p_scratch, num_tokens, t, m_t, i_slice, r, rank, M, R, S, AT_ONCE, BLOCK_T, BLOCK_R)
             b_h = b_h.to(p_b.dtype.element_ty)
             p_rows = p_out + (t.to(tl.int64) * out_stride)[:, None]
-            for first in tl.range(o_start, o_start + num_blocks * BLOCK_O, BLOCK_O, num_stages=NUM_STAGES):
+            o_first = o_start
+            if BLOCK_T <= 32:  # noqa: SIM102 - decided when the kernel is compiled
+                if is_first:
+                    acc = tl.dot(b_h, b_b, input_precision="ieee")
+                    tl.store(p_block, (b_out.to(tl.float32) + acc).to(b_out.dtype), mask=m_out)
+                    o_first += BLOCK_O
+            for first in tl.range(o_first, o_start + num_blocks * BLOCK_O, BLOCK_O, num_stages=NUM_STAGES):
                 o = first + tl.arange(0, BLOCK_O)
                 m_o = o < o_end
-                m_out = m_t[:, None] & m_o[None, :]
-                b_b = _load_b(p_b, i_row, o, m_o, r, rank, out_features, R)
-                b_out = tl.load(p_rows + o[None, :], mask=m_out, other=0.0)
-                acc = tl.dot(b_h, b_b, input_precision="ieee")
-                tl.store(p_rows + o[None, :], (b_out.to(tl.float32) + acc).to(b_out.dtype), mask=m_out)
+                m_next = m_t[:, None] & m_o[None, :]
+                b_next = _load_b(p_b, i_row, o, m_o, r, rank, out_features, R)
+                b_sum = tl.load(p_rows + o[None, :], mask=m_next, other=0.0).to(tl.float32)
+                b_sum += tl.dot(b_h, b_next, input_precision="ieee")
+                tl.store(p_rows + o[None, :], b_sum.to(p_out.dtype.element_ty), mask=m_next)
+        is_first = False
         i_share += num_blocks

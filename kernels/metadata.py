@@ -143,12 +143,22 @@ class AttentionMetadata:
     """Where each packed token's keys and values lie.
 
     Kernels on a GPU read `tensors` and the counts known on the host; the padded indices and masks of the plain PyTorch
-    path are made only when that path asks for them. Nothing here waits for the device.
+    path are made only when that path asks for them. Everything is made on the block table's device; `on` has the same
+    batch for another. Nothing here waits for the device: what comes from the host is copied out of pinned memory of its
+    own, which is not used again before the copy is done.
+
+    Attributes:
+        num_tokens: T.
+        num_decodes: requests with one query token.
+        num_prompts: requests with several query tokens and no other keys, so whole prompts without a cached beginning;
+            0 where the tensors are static, since a replay may be of other requests.
+        max_prompt_len: tokens of the longest of them.
 
     Args:
         query_lens: B counts of query tokens; their sum is T.
         kv_lens: B counts of keys, this step's included; at least the query's count.
-        block_table: [B, M] int32 or int64, the pool blocks of each request in order; rows are padded with `NULL_BLOCK`.
+        block_table: [B, M] int32 or int64, on the host or a device: the pool blocks of each request in order; rows are
+            padded with `NULL_BLOCK`.
         block_size: P, tokens in a block.
         tensors: the same batch where it is on the device already (`AttentionBuffers`); made on first use otherwise.
     """
@@ -168,12 +178,27 @@ class AttentionMetadata:
         self.num_decodes = sum(query_len == 1 for query_len in query_lens)
         self.max_query_len = max(query_lens, default=0)
         self.block_table = block_table
+        pairs = zip(query_lens, kv_lens, strict=True)
+        prompts = [query_len for query_len, kv_len in pairs if query_len == kv_len > 1] if tensors is None else []
+        self.num_prompts = len(prompts)
+        self.max_prompt_len = max(prompts, default=0)
         self._tensors = tensors
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._elsewhere: AttentionMetadata | None = None
+
+    def on(self, device: torch.device) -> AttentionMetadata:
+        """The batch with its block table on `device`: itself where it lies there, else a copy made on first use."""
+        if self.block_table.device == device:
+            return self
+        if self._elsewhere is None or self._elsewhere.block_table.device != device:
+            table = self.block_table if self.block_table.is_cuda else _host_int32(self.block_table, device)
+            table = table.to(device, non_blocking=True)
+            self._elsewhere = AttentionMetadata(self.query_lens, self.kv_lens, table, self.block_size)
+        return self._elsewhere
 
     @property
     def tensors(self) -> AttentionTensors:
-        """The batch on the device, made on first use and kept."""
+        """The batch on the block table's device, made on first use and kept."""
         if self._tensors is None:
             device, num_rows = self.block_table.device, len(self.query_lens)
             lens = _host_int32([*_prefix_sum(self.query_lens), *self.kv_lens], device).to(device, non_blocking=True)

@@ -10,31 +10,22 @@ query/KV heads, G = Hq / Hkv, S splits. Logits are kept in units of log2, so tha
 
 from __future__ import annotations
 
-import math
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.attention_parts import Tile, accumulate, load_rows, log2_scales, row_of_tile
 from kernels.metadata import AttentionMetadata, AttentionTensors
+from kernels.prompt_attention import attend_prompts_, can_attend_prompts
 
 MAX_HEAD_DIM = 256
-_LOG2E = math.log2(math.e)
 _MAX_SPLIT_LEN = 4096
 _MAX_SPLITS = 64
 _PROGRAMS_PER_PROCESSOR = 2
 _MERGE_SPLITS = 16
-
-
-class Tile(NamedTuple):
-    """How one program works: rows (query tokens times heads of a group), keys a turn, warps, pipeline depth."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
+_MAX_MERGE_PROGRAMS = 1024
 
 
 def paged_attention(
@@ -46,6 +37,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out[t] = softmax(cap(scale * q[t] . K)) V` over the keys of t's own request at positions up to t's, in the window.
 
@@ -61,6 +54,8 @@ def paged_attention(
         scale: factor of the logits.
         window: sliding window in keys, the query's own included; None means all.
         soft_cap: bound of the logits; None means none.
+        k, v: [T, Hkv, D], this step's keys and values as written to the pools; prompts of which nothing is cached read
+            them rather than the pools.
 
     Returns:
         [T, Hq, D] contiguous, every row written: zeros for a request without keys (padding).
@@ -69,12 +64,20 @@ def paged_attention(
     assert q.dtype == k_pool.dtype == v_pool.dtype, "queries and pools differ in dtype"
     assert num_heads % k_pool.shape[1] == 0 and head_dim <= MAX_HEAD_DIM, "unsupported heads"
     assert num_tokens == metadata.num_tokens, "the metadata is of another batch"
+    assert scale > 0 and (soft_cap is None or soft_cap > 0), "factors of the logits must be positive"
     q, k_pool, v_pool = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k_pool, v_pool))
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    metadata = metadata.on(q.device)
     if metadata.num_decodes:
         _attend_decodes(output, q, k_pool, v_pool, metadata, scale, window, soft_cap)
-    if metadata.num_decodes < num_tokens:
-        _attend_prefills(output, q, k_pool, v_pool, metadata, scale, window, soft_cap)
+    num_chunks = len(metadata.query_lens) - metadata.num_decodes
+    has_prompts = k is not None and v is not None and can_attend_prompts(k, v, metadata, window)
+    if has_prompts:
+        assert k is not None and v is not None
+        attend_prompts_(output, q, k, v, metadata, scale, soft_cap)
+        num_chunks -= metadata.num_prompts
+    if num_chunks:
+        _attend_prefills(output, q, k_pool, v_pool, metadata, scale, window, soft_cap, skips_prompts=has_prompts)
     return output
 
 
@@ -97,8 +100,11 @@ def decode_tile(group: int, block_d: int, dtype: torch.dtype) -> Tile:
     return Tile(max(16, triton.next_power_of_2(group)), keys, 4, 2 if dtype == torch.float32 else 3)
 
 
-def prefill_tile(max_rows: int, group: int, block_d: int, dtype: torch.dtype) -> Tile:
-    """The tile of the prefill kernel for requests of at most `max_rows` rows (query tokens times G)."""
+def prefill_tile(max_rows: int, group: int, block_d: int, dtype: torch.dtype, *, has_room: bool) -> Tile:
+    """The tile of the prefill kernel for requests of at most `max_rows` rows (query tokens times G).
+
+    `has_room` says that a program may have 128 KiB of shared memory and more.
+    """
     smallest = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Tile(max(smallest, 16 if max_rows <= 16 else 32), 32, 4, 1)
@@ -106,7 +112,7 @@ def prefill_tile(max_rows: int, group: int, block_d: int, dtype: torch.dtype) ->
         return Tile(smallest, 64, 4, 2)
     if max_rows <= 64 or block_d > 128:
         return Tile(max(smallest, 64), 64, 4, 2)
-    return Tile(max(smallest, 128), 64, 8, 3)
+    return Tile(max(smallest, 128), 64, 8, 3 if has_room else 2)
 
 
 def _attend_decodes(
@@ -131,20 +137,25 @@ def _attend_decodes(
     parts = (num_rows, num_heads, splits) if splits > 1 else (0, 0, 0)
     part_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-    logit_scale, cap = _log2_scales(scale, soft_cap)
+    logit_scale, cap = log2_scales(scale, soft_cap)
+    # The merge is launched while the splits still run, and waits for them on the device.
+    is_overlapped = splits > 1 and _can_overlap(q.device)
+    launch = {"launch_pdl": True} if is_overlapped else {}
     _decode_kernel[(num_kv_heads, splits, num_rows)](
         output, part_out, part_lse, q, k_pool, v_pool, *tensors[:3],
         logit_scale, cap, window or 0, splits, min_split_len,
         *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], tensors.block_table.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size, HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
+        HAS_CAP=soft_cap is not None, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d, IS_OVERLAPPED=is_overlapped,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(num_heads, num_rows)](
+        # Most rows of a large batch have nothing to merge: few programs find that out sooner.
+        heads_each = 1 if num_rows * num_heads <= _MAX_MERGE_PROGRAMS else group
+        _merge_kernel[(num_heads // heads_each, num_rows)](
             output, part_out, part_lse, *tensors[:2], window or 0, splits, min_split_len, *output.stride()[:2],
-            HEAD_DIM=head_dim, HAS_WINDOW=window is not None, KEYS=tile.keys, BLOCK_D=block_d,
-            MAX_SPLITS=_MAX_SPLITS, MERGE_SPLITS=_MERGE_SPLITS, num_warps=4,
+            HEADS=heads_each, HEAD_DIM=head_dim, HAS_WINDOW=window is not None, KEYS=tile.keys, BLOCK_D=block_d,
+            MAX_SPLITS=_MAX_SPLITS, MERGE_SPLITS=_MERGE_SPLITS, IS_OVERLAPPED=is_overlapped, num_warps=4, **launch,
         )  # fmt: skip
 
 
@@ -157,29 +168,27 @@ def _attend_prefills(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    *,
+    skips_prompts: bool,
 ) -> None:
-    """Write the rows of all requests with several query tokens."""
+    """Write the rows of all requests with several query tokens, but for whole prompts where they are skipped."""
     tensors: AttentionTensors = metadata.tensors
     num_rows, num_heads, head_dim = len(metadata.query_lens), q.shape[1], q.shape[2]
     num_kv_heads = k_pool.shape[1]
     group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
-    tile = prefill_tile(metadata.max_query_len * group, group, block_d, q.dtype)
+    tile = prefill_tile(metadata.max_query_len * group, group, block_d, q.dtype, has_room=_has_room(q.device))
     tile_tokens = tile.rows // group
     # Request b's tiles begin at cu_query_len[b] // tile_tokens + b: room for all, found without another tensor.
     num_tiles = metadata.num_tokens // tile_tokens + num_rows
-    logit_scale, cap = _log2_scales(scale, soft_cap)
+    logit_scale, cap = log2_scales(scale, soft_cap)
     _prefill_kernel[(num_tiles * num_kv_heads,)](
         output, q, k_pool, v_pool, *tensors[:3], logit_scale, cap, window or 0, num_rows, num_kv_heads,
         *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], tensors.block_table.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size, HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None, ROWS=tile.rows, TOKENS=tile_tokens, KEYS=tile.keys, BLOCK_D=block_d,
+        HAS_CAP=soft_cap is not None, SKIPS_PROMPTS=skips_prompts,
+        ROWS=tile.rows, TOKENS=tile_tokens, KEYS=tile.keys, BLOCK_D=block_d,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-
-
-def _log2_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """Factors before and after tanh, or the one factor and nothing where there is no cap."""
-    return (scale * _LOG2E, 0.0) if soft_cap is None else (scale / soft_cap, soft_cap * _LOG2E)
 
 
 @cache
@@ -187,59 +196,34 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+@cache
+def _has_room(device: torch.device) -> bool:
+    """Whether a program may have more than 128 KiB of shared memory: the data centre chips of each generation."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    """Whether the device knows programmatic dependent launch."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @triton.jit
-def _load_rows(p_rows, m_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, BLOCK_D] from a pointer a row; zeros where masked and beyond HEAD_DIM."""
-    o_dim = tl.arange(0, BLOCK_D)
-    p_element = p_rows[:, None] + o_dim[None, :]
-    if IS_MASKED and HEAD_DIM == BLOCK_D:
-        b_rows = tl.load(p_element, mask=m_row[:, None], other=0.0)
-    elif IS_MASKED:
-        b_rows = tl.load(p_element, mask=m_row[:, None] & (o_dim[None, :] < HEAD_DIM), other=0.0)
-    elif HEAD_DIM == BLOCK_D:
-        b_rows = tl.load(p_element)
-    else:
-        b_rows = tl.load(p_element, mask=o_dim[None, :] < HEAD_DIM, other=0.0)
-    return b_rows
+def _load_blocks(p_table, o_key, end, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[KEYS] blocks of a request's positions `o_key`, the null block from `end` on."""
+    return tl.load(p_table + o_key // BLOCK_SIZE, mask=o_key < end, other=0)
 
 
 @triton.jit
 def _load_kv(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, p_table, o_key, m_key, stride_k_token, stride_v_token,
+    k_ptr, v_ptr, b_block, o_key, m_key, stride_k_token, stride_v_token,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """[KEYS, BLOCK_D] keys and values at a request's positions `o_key`."""
-    if IS_MASKED:
-        block = tl.load(p_table + o_key // BLOCK_SIZE, mask=m_key, other=0).to(tl.int64)
-    else:
-        block = tl.load(p_table + o_key // BLOCK_SIZE).to(tl.int64)
-    position = block * BLOCK_SIZE + o_key % BLOCK_SIZE
-    b_k = _load_rows(k_ptr + position * stride_k_token, m_key, HEAD_DIM, BLOCK_D, IS_MASKED)
-    b_v = _load_rows(v_ptr + position * stride_v_token, m_key, HEAD_DIM, BLOCK_D, IS_MASKED)
+    """[KEYS, BLOCK_D] keys and values at a request's positions `o_key`, which lie in `b_block`."""
+    position = b_block.to(tl.int64) * BLOCK_SIZE + o_key % BLOCK_SIZE
+    b_k = load_rows(k_ptr + position * stride_k_token, m_key, HEAD_DIM, BLOCK_D, IS_MASKED)
+    b_v = load_rows(v_ptr + position * stride_v_token, m_key, HEAD_DIM, BLOCK_D, IS_MASKED)
     return b_k, b_v
-
-
-@triton.jit
-def _accumulate(  # type: ignore[no-untyped-def]
-    b_out, b_sum, b_max, b_q, b_k, b_v, m_visible, logit_scale, cap, HAS_CAP: tl.constexpr, IS_MASKED: tl.constexpr
-):
-    """One turn of the online softmax: [ROWS, BLOCK_D] weighted values, [ROWS] sum of weights, [ROWS] largest logit."""
-    b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * logit_scale
-    if HAS_CAP:
-        # tanh, with no overflow at either end.
-        b_logit = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * b_logit)))
-    if IS_MASKED:
-        b_logit = tl.where(m_visible, b_logit, float("-inf"))
-    b_new_max = tl.maximum(b_max, tl.max(b_logit, 1))
-    b_shift = b_new_max
-    if IS_MASKED:
-        # A row that has seen no key yet: -inf minus -inf is not a number.
-        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-    b_weight = tl.exp2(b_logit - b_shift[:, None])
-    b_decay = tl.exp2(b_max - b_shift)
-    b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
-    b_out = tl.dot(b_weight.to(b_v.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee")
-    return b_out, b_sum, b_new_max
 
 
 @triton.jit
@@ -262,9 +246,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     stride_out_token, stride_out_head, stride_q_token, stride_q_head,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_CAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """One split of one decode's keys for the query heads of one KV head."""
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
     i_kv_head, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
     token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
@@ -282,7 +268,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     o_head = i_kv_head * GROUP + o_row
     m_head = o_row < GROUP
     # [ROWS, BLOCK_D]
-    b_q = _load_rows(q_ptr + token * stride_q_token + o_head * stride_q_head, m_head, HEAD_DIM, BLOCK_D, True)
+    b_q = load_rows(q_ptr + token * stride_q_token + o_head * stride_q_head, m_head, HEAD_DIM, BLOCK_D, True)
     b_out = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -292,10 +278,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     for turn in range(start, end, KEYS):
         o_key = turn + tl.arange(0, KEYS)
         m_key = o_key < end
+        b_block = _load_blocks(p_table, o_key, end, BLOCK_SIZE)
         b_k, b_v = _load_kv(
-            k_ptr, v_ptr, p_table, o_key, m_key, stride_k_token, stride_v_token, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
+            k_ptr, v_ptr, b_block, o_key, m_key, stride_k_token, stride_v_token, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
         )
-        b_out, b_sum, b_max = _accumulate(
+        b_out, b_sum, b_max = accumulate(
             b_out, b_sum, b_max, b_q, b_k, b_v, m_key[None, :], logit_scale, cap, HAS_CAP, True
         )
     b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
@@ -313,48 +300,41 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, part_out_ptr, part_lse_ptr, cu_query_len_ptr, kv_len_ptr, window, splits, min_split_len,
     stride_out_token, stride_out_head,
-    HEAD_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One head of one decode: the mean of its splits, weighted by their sums of weights."""
-    i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    """HEADS heads of one decode: the mean of its splits, weighted by their sums of weights."""
+    i_row = tl.program_id(1).to(tl.int64)
     token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
-    if tl.load(cu_query_len_ptr + i_row + 1) - token != 1:
-        return
+    query_len = tl.load(cu_query_len_ptr + i_row + 1) - token
     _, _, num_active = _split(tl.load(kv_len_ptr + i_row), window, splits, min_split_len, HAS_WINDOW, KEYS)
+    if IS_OVERLAPPED:
+        # Before any return: what follows on the stream waits for this kernel alone.
+        tl.extra.cuda.gdc_wait()
+    if query_len != 1:
+        return
     if num_active <= 1:
         return
-    o_part = (i_row * tl.num_programs(0) + i_head) * splits
-    o_all = tl.arange(0, MAX_SPLITS)
-    largest = tl.max(tl.load(part_lse_ptr + o_part + o_all, mask=o_all < num_active, other=float("-inf")), 0)
-    o_dim = tl.arange(0, BLOCK_D)
-    b_out = tl.zeros([BLOCK_D], tl.float32)
-    total = 0.0
-    for turn in range(0, num_active, MERGE_SPLITS):
-        o_split = turn + tl.arange(0, MERGE_SPLITS)
-        m_split = o_split < num_active
-        # [MERGE_SPLITS]
-        b_lse = tl.load(part_lse_ptr + o_part + o_split, mask=m_split, other=float("-inf"))
-        b_weight = tl.exp2(b_lse - largest)
-        p_part = part_out_ptr + (o_part + o_split)[:, None] * HEAD_DIM + o_dim[None, :]
-        b_part = tl.load(p_part, mask=m_split[:, None] & (o_dim[None, :] < HEAD_DIM), other=0.0)
-        b_out += tl.sum(b_part * b_weight[:, None], 0)
-        total += tl.sum(b_weight, 0)
-    p_out = out_ptr + token * stride_out_token + i_head * stride_out_head + o_dim
-    tl.store(p_out, (b_out / total).to(out_ptr.dtype.element_ty), mask=o_dim < HEAD_DIM)
-
-
-@triton.jit
-def _row_of_tile(cu_query_len_ptr, i_tile, num_rows, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The last request whose tiles begin at or before `i_tile`."""
-    low, high = 0, num_rows
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(cu_query_len_ptr + middle) // TOKENS + middle <= i_tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
+    o_all, o_dim = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
+    for i in range(HEADS):
+        i_head = tl.program_id(0).to(tl.int64) * HEADS + i
+        o_part = (i_row * tl.num_programs(0) * HEADS + i_head) * splits
+        largest = tl.max(tl.load(part_lse_ptr + o_part + o_all, mask=o_all < num_active, other=float("-inf")), 0)
+        b_out = tl.zeros([BLOCK_D], tl.float32)
+        total = 0.0
+        for turn in range(0, num_active, MERGE_SPLITS):
+            o_split = turn + tl.arange(0, MERGE_SPLITS)
+            m_split = o_split < num_active
+            # [MERGE_SPLITS]
+            b_lse = tl.load(part_lse_ptr + o_part + o_split, mask=m_split, other=float("-inf"))
+            b_weight = tl.exp2(b_lse - largest)
+            # [MERGE_SPLITS, BLOCK_D]
+            p_part = part_out_ptr + (o_part + o_split)[:, None] * HEAD_DIM + o_dim[None, :]
+            b_part = tl.load(p_part, mask=m_split[:, None] & (o_dim[None, :] < HEAD_DIM), other=0.0)
+            b_out += tl.sum(b_part * b_weight[:, None], 0)
+            total += tl.sum(b_weight, 0)
+        p_out = out_ptr + token * stride_out_token + i_head * stride_out_head + o_dim
+        tl.store(p_out, (b_out / total).to(out_ptr.dtype.element_ty), mask=o_dim < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["window", "num_rows"])
@@ -364,14 +344,15 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     stride_out_token, stride_out_head, stride_q_token, stride_q_head,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_CAP: tl.constexpr, SKIPS_PROMPTS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """TOKENS queries of one request for the query heads of one KV head."""
     # The last tiles of a request have the most keys: begin with them.
     i_program = tl.num_programs(0) - 1 - tl.program_id(0)
     i_kv_head = (i_program % num_kv_heads).to(tl.int64)
     i_tile = i_program // num_kv_heads
-    i_row = _row_of_tile(cu_query_len_ptr, i_tile, num_rows, TOKENS)
+    i_row = row_of_tile(cu_query_len_ptr, i_tile, num_rows, TOKENS)
     query_start = tl.load(cu_query_len_ptr + i_row)
     query_len = tl.load(cu_query_len_ptr + i_row + 1) - query_start
     tile_start = (i_tile - query_start // TOKENS - i_row) * TOKENS
@@ -380,6 +361,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if tile_start >= query_len:
         return
     kv_len = tl.load(kv_len_ptr + i_row)
+    if SKIPS_PROMPTS and kv_len == query_len:
+        return
 
     o_row, o_dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     o_query = tile_start + o_row // GROUP
@@ -387,7 +370,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     m_row = (o_query < query_len) & (o_row < TOKENS * GROUP)
     o_token = query_start.to(tl.int64) + o_query
     # [ROWS, BLOCK_D]
-    b_q = _load_rows(q_ptr + o_token * stride_q_token + o_head * stride_q_head, m_row, HEAD_DIM, BLOCK_D, True)
+    b_q = load_rows(q_ptr + o_token * stride_q_token + o_head * stride_q_head, m_row, HEAD_DIM, BLOCK_D, True)
     b_out = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -404,24 +387,26 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if HAS_WINDOW:
         start = tl.maximum(first_position + 1 - window, 0)
         unmasked_end = start
+    # A turn's blocks are read in the turn before: its keys and values can then be on their way several turns ahead.
+    b_block = _load_blocks(p_table, start + tl.arange(0, KEYS), end, BLOCK_SIZE)
     for turn in range(start, unmasked_end, KEYS):
         o_key = turn + tl.arange(0, KEYS)
         b_k, b_v = _load_kv(
-            k_ptr, v_ptr, p_table, o_key, o_key, stride_k_token, stride_v_token, BLOCK_SIZE, HEAD_DIM, BLOCK_D, False
+            k_ptr, v_ptr, b_block, o_key, o_key, stride_k_token, stride_v_token, BLOCK_SIZE, HEAD_DIM, BLOCK_D, False
         )
-        b_out, b_sum, b_max = _accumulate(b_out, b_sum, b_max, b_q, b_k, b_v, o_key, logit_scale, cap, HAS_CAP, False)
+        b_block = _load_blocks(p_table, o_key + KEYS, end, BLOCK_SIZE)
+        b_out, b_sum, b_max = accumulate(b_out, b_sum, b_max, b_q, b_k, b_v, o_key, logit_scale, cap, HAS_CAP, False)
     for turn in range(unmasked_end, end, KEYS):
         o_key = turn + tl.arange(0, KEYS)
         m_visible = o_key[None, :] <= o_position[:, None]
         if HAS_WINDOW:
             m_visible = m_visible & (o_key[None, :] > o_position[:, None] - window)
         b_k, b_v = _load_kv(
-            k_ptr, v_ptr, p_table, o_key, o_key < end, stride_k_token, stride_v_token,
+            k_ptr, v_ptr, b_block, o_key, o_key < end, stride_k_token, stride_v_token,
             BLOCK_SIZE, HEAD_DIM, BLOCK_D, True,
         )  # fmt: skip
-        b_out, b_sum, b_max = _accumulate(
-            b_out, b_sum, b_max, b_q, b_k, b_v, m_visible, logit_scale, cap, HAS_CAP, True
-        )
+        b_block = _load_blocks(p_table, o_key + KEYS, end, BLOCK_SIZE)
+        b_out, b_sum, b_max = accumulate(b_out, b_sum, b_max, b_q, b_k, b_v, m_visible, logit_scale, cap, HAS_CAP, True)
     b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     p_out = out_ptr + o_token[:, None] * stride_out_token + o_head[:, None] * stride_out_head + o_dim[None, :]
     tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_row[:, None] & (o_dim[None, :] < HEAD_DIM))

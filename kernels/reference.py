@@ -92,8 +92,11 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """`out[t] = softmax(scale * q[t] . K) V` over the keys of t's own request at positions up to t's (and in the window).
+    """`out[t] = softmax(cap(scale * q[t] . K)) V` over the keys of t's own request at positions up to t's, in the window.
+
+    `cap(x) = soft_cap * tanh(x / soft_cap)`, or x where there is none.
 
     Args:
         q: [T, Hq, D]; Hq is a multiple of the pools' Hkv.
@@ -101,26 +104,26 @@ def paged_attention(
         metadata: the packed batch.
         scale: factor of the logits.
         window: sliding window in keys, the query's own included; None means all.
+        soft_cap: bound of the logits; None means none.
 
     Returns:
         [T, Hq, D], every row written.
     """
+    metadata = metadata.on(q.device)
     if metadata.num_decodes == metadata.num_tokens:
-        return _attend_decodes(q, k_pool, v_pool, metadata, scale, window)
+        return _attend_decodes(q, k_pool, v_pool, metadata, scale, window, soft_cap)
     output = torch.empty_like(q)
     if metadata.num_decodes:
         decode_q = q[metadata.decode_tokens]
-        output[metadata.decode_tokens] = _attend_decodes(decode_q, k_pool, v_pool, metadata, scale, window)
+        output[metadata.decode_tokens] = _attend_decodes(decode_q, k_pool, v_pool, metadata, scale, window, soft_cap)
     for row, prefill in enumerate(metadata.prefills):
-        mask = metadata.prefill_mask(row, window)
-        attended = F.scaled_dot_product_attention(
+        attended = _attend(
             q[prefill.token_start : prefill.token_end].transpose(0, 1)[None],
             k_pool[prefill.kv_index].transpose(0, 1)[None],
             v_pool[prefill.kv_index].transpose(0, 1)[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k_pool.shape[1],
+            metadata.prefill_mask(row, window),
+            scale,
+            soft_cap,
         )
         output[prefill.token_start : prefill.token_end] = attended[0].transpose(0, 1)
     return output
@@ -133,14 +136,36 @@ def _attend_decodes(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """[Bd, Hq, D] of one query token a request, over a padded gather of keys and values."""
-    attended = F.scaled_dot_product_attention(
+    attended = _attend(
         q[:, :, None],
         k_pool[metadata.decode_kv_index].transpose(1, 2),
         v_pool[metadata.decode_kv_index].transpose(1, 2),
-        attn_mask=metadata.decode_mask(window),
-        scale=scale,
-        enable_gqa=q.shape[1] != k_pool.shape[1],
+        metadata.decode_mask(window),
+        scale,
+        soft_cap,
     )
     return attended[:, :, 0]
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """[B, Hq, Q, D] of queries over keys and values [B, Hkv, L, D]; no mask means causal, with as many keys as queries."""
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1).float() for tensor in (k, v))
+    logits = soft_cap * torch.tanh(q.float() @ k.transpose(-1, -2) * (scale / soft_cap))
+    if mask is None:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    weights = logits.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (weights @ v).to(q.dtype)

@@ -19,7 +19,13 @@ class Kind(NamedTuple):
     block_tokens: int
 
 
-KINDS = (Kind("decode", 64, 16), Kind("batch", 512, 32), Kind("prefill", 2048, 64), Kind("long", None, 128))
+KINDS = (
+    Kind("decode", 64, 16),
+    Kind("batch", 256, 16),
+    Kind("chunk", 512, 32),
+    Kind("prefill", 2048, 64),
+    Kind("long", None, 128),
+)
 """Chosen by the step's token count alone, which is fixed in a captured graph while adapters and segments change."""
 
 
@@ -66,11 +72,15 @@ SHRINK_TILES = {
     ("sm90", "decode", 16, 8192): ShrinkTile(16, 128, 1, 512, 4, 4, 16),
     ("sm90", "decode", 16, None): ShrinkTile(16, 256, 1, 1024, 2, 3, 16),
     ("sm90", "decode", None, 8192): ShrinkTile(64, 128, 1, 1024, 4, 4, 16),
-    ("sm90", "decode", None, None): ShrinkTile(64, 128, 1, 2048, 4, 4, 16),
+    ("sm90", "decode", None, None): ShrinkTile(64, 128, 1, 1024, 4, 4, 16),
     ("sm90", "batch", 16, 8192): ShrinkTile(16, 128, 1, 512, 4, 4, 16),
     ("sm90", "batch", 16, None): ShrinkTile(16, 128, 1, 1024, 4, 4, 16),
-    ("sm90", "batch", None, 8192): ShrinkTile(64, 128, 1, 2048, 4, 4, 16),
+    ("sm90", "batch", None, 8192): ShrinkTile(64, 128, 1, 1024, 4, 4, 16),
     ("sm90", "batch", None, None): ShrinkTile(64, 128, 1, 2048, 4, 4, 16),
+    ("sm90", "chunk", 16, 8192): ShrinkTile(16, 128, 1, 512, 4, 4, 16),
+    ("sm90", "chunk", 16, None): ShrinkTile(16, 128, 1, 1024, 4, 4, 16),
+    ("sm90", "chunk", None, 8192): ShrinkTile(64, 128, 1, 2048, 4, 4, 16),
+    ("sm90", "chunk", None, None): ShrinkTile(64, 128, 1, 2048, 4, 4, 16),
     ("sm90", "prefill", 16, 8192): ShrinkTile(16, 64, 1, 1024, 4, 4, 16),
     ("sm90", "prefill", 16, None): ShrinkTile(16, 128, 1, 2048, 4, 3, 16),
     ("sm90", "prefill", None, 8192): ShrinkTile(64, 128, 1, 2048, 4, 3, 16),
@@ -81,19 +91,24 @@ SHRINK_TILES = {
     ("sm90", "long", None, None): ShrinkTile(64, 128, 1, 4096, 8, 3, 16),
     ("any", "decode", None, None): ShrinkTile(16, 64, 4, 512, 4, 2, 16),
     ("any", "batch", None, None): ShrinkTile(16, 64, 4, 512, 4, 2, 16),
+    ("any", "chunk", None, None): ShrinkTile(16, 64, 4, 512, 4, 2, 16),
     ("any", "prefill", None, None): ShrinkTile(32, 64, 1, 1024, 4, 2, 16),
     ("any", "long", None, None): ShrinkTile(32, 64, 1, 4096, 4, 2, 16),
 }
 
 EXPAND_TILES = {
     ("sm90", "decode", 16, 8192): ExpandTile(256, 8, 0, 16),
-    ("sm90", "decode", 16, None): ExpandTile(256, 8, 0, 16),
+    ("sm90", "decode", 16, None): ExpandTile(128, 4, 4, 4),
     ("sm90", "decode", None, 8192): ExpandTile(256, 4, 0, 16),
     ("sm90", "decode", None, None): ExpandTile(128, 8, 3, 2),
-    ("sm90", "batch", 16, 8192): ExpandTile(256, 4, 0, 16),
-    ("sm90", "batch", 16, None): ExpandTile(128, 4, 3, 6),
+    ("sm90", "batch", 16, 8192): ExpandTile(256, 8, 0, 16),
+    ("sm90", "batch", 16, None): ExpandTile(128, 4, 4, 4),
     ("sm90", "batch", None, 8192): ExpandTile(256, 4, 0, 16),
-    ("sm90", "batch", None, None): ExpandTile(128, 4, 3, 2),
+    ("sm90", "batch", None, None): ExpandTile(128, 8, 3, 2),
+    ("sm90", "chunk", 16, 8192): ExpandTile(256, 4, 0, 16),
+    ("sm90", "chunk", 16, None): ExpandTile(128, 4, 3, 6),
+    ("sm90", "chunk", None, 8192): ExpandTile(256, 4, 0, 16),
+    ("sm90", "chunk", None, None): ExpandTile(128, 4, 3, 2),
     ("sm90", "prefill", 16, 8192): ExpandTile(64, 8, 3, 3),
     ("sm90", "prefill", 16, None): ExpandTile(64, 8, 3, 3),
     ("sm90", "prefill", None, 8192): ExpandTile(64, 4, 3, 4),
@@ -104,6 +119,7 @@ EXPAND_TILES = {
     ("sm90", "long", None, None): ExpandTile(128, 8, 3, 2),
     ("any", "decode", None, None): ExpandTile(128, 4, 0, 16),
     ("any", "batch", None, None): ExpandTile(128, 4, 0, 16),
+    ("any", "chunk", None, None): ExpandTile(128, 4, 0, 16),
     ("any", "prefill", None, None): ExpandTile(64, 4, 0, 16),
     ("any", "long", None, None): ExpandTile(32, 4, 0, 16),
 }

@@ -143,6 +143,7 @@ def check(name: str, group: Group, function: Function) -> None:
         size = float((expected - base).norm())
         assert size > 0.1, f"{name}: the adapters must do something"
         error = float((output.double() - expected).norm()) / size
+        print(f"{name}, {group.x.dtype}: relative error {error:.2e}")  # noqa: T201 - read with -s
         assert error < TOLERANCE[group.x.dtype], f"{name}, {group.x.dtype}: relative error {error}"
     assert torch.equal(group.run(function), output), f"{name}: two runs differ"
 
@@ -227,6 +228,16 @@ def test_the_kernels_on_a_gpu_equal_float64_and_repeat_bit_for_bit(dtype: torch.
     assert kernels.lora_add_group_ is not reference.lora_add_group_
     for name, group in sweep("cuda", dtype):
         check(name, group, kernels.lora_add_group_)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [5, 133])
+def test_the_kernels_on_a_gpu_serve_a_head_as_wide_as_a_vocabulary(num_tokens: int) -> None:
+    segments = [LoraSegment(1, 0, 2), LoraSegment(0, 3, num_tokens)]
+    group = make_group(
+        num_tokens, segments, [[64], [8]], 64, 512, (128256,), dtype=torch.bfloat16, device="cuda"
+    )  # fmt: skip
+    check("lm_head", group, kernels.lora_add_group_)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import HAS_TRITON, AttentionBuffers, AttentionMetadata
+from kernels import HAS_TRITON, AttentionBuffers, AttentionMetadata, reference
 
 if not HAS_TRITON:
     pytest.skip("Triton is not made for this platform", allow_module_level=True)
@@ -70,6 +70,8 @@ CASES = [
     Case(*MIXED, group=8, num_kv_heads=1, head_dim=64, window=1000, soft_cap=3.0),
     Case(*MIXED, group=2, head_dim=40, block_size=12, window=40),
     Case([2, 3], [2, 300], group=1, head_dim=32, block_size=8),
+    Case([63, 1, 133, 40], [63, 1, 133, 90], group=4, num_kv_heads=2, head_dim=32),
+    Case([133, 9, 1], [133, 9, 7], group=3, num_kv_heads=2, head_dim=64, window=500, soft_cap=4.0),
 ]
 
 
@@ -132,21 +134,36 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference.max()) if bool(actual.isfinite().all()) else float("nan")
 
 
-def attend(case: Case, world: World, metadata: AttentionMetadata, scale: float) -> torch.Tensor:
+def attend(case: Case, world: World, metadata: AttentionMetadata, scale: float, **step: torch.Tensor) -> torch.Tensor:
     return paged_attention(
-        world.q, world.k_pool, world.v_pool, metadata, scale=scale, window=case.window, soft_cap=case.soft_cap
+        world.q, world.k_pool, world.v_pool, metadata, scale=scale, window=case.window, soft_cap=case.soft_cap, **step
     )
+
+
+def step_rows(case: Case, world: World, pool: torch.Tensor) -> torch.Tensor:
+    """[T, Hkv, D]: a pool's rows of the step's own tokens, as layers compute them; NaN but for whole prompts."""
+    rows = []
+    for query_len, kv_len, index in zip(case.query_lens, case.kv_lens, world.kv_index, strict=True):
+        own = pool[index[kv_len - query_len :]]
+        rows.append(own if query_len == kv_len else torch.full_like(own, float("nan")))
+    return torch.cat(rows)
 
 
 def check_attention(case: Case, dtype: torch.dtype, device: str) -> None:
     world = make_world(case, dtype, device)
     scale = 1.7 * case.head_dim**-0.5
-    metadata = AttentionMetadata(list(case.query_lens), list(case.kv_lens), world.block_table, case.block_size)
+    # On the host, as the engine makes it.
+    table = world.block_table.cpu()
+    metadata = AttentionMetadata(list(case.query_lens), list(case.kv_lens), table, case.block_size)
     expected = naive_attention(case, world, scale)
 
     error = relative_error(attend(case, world, metadata, scale), expected)
 
+    print(f"attention {case} {dtype}: relative error {error:.2e}")  # noqa: T201 - read with -s
     assert error < RELATIVE_ERROR[dtype]
+    if metadata.num_prompts:
+        k, v = (step_rows(case, world, pool) for pool in (world.k_pool, world.v_pool))
+        assert relative_error(attend(case, world, metadata, scale, k=k, v=v), expected) < RELATIVE_ERROR[dtype]
     other = naive_attention(replace(case, window=2 if case.window == 1 else 1, soft_cap=None), world, scale)
     if max(case.kv_lens) > 1:
         assert relative_error(other, expected) > 0.1, "the case's window must matter to what is compared"
@@ -190,7 +207,8 @@ if IS_INTERPRETED:  # else they do not exist: a test that is always skipped in a
         check_attention(case, torch.float32, "cpu")
 
     def test_half_precision_attention_is_as_exact_as_its_inputs() -> None:
-        check_attention(CASES[11], torch.float16, "cpu")
+        for case in (CASES[11], *CASES[-2:]):
+            check_attention(case, torch.float16, "cpu")
 
     @pytest.mark.parametrize(("num_tokens", "shape"), [(1, (2, 16)), (63, (3, 10)), (133, (9, 120))])
     def test_write_puts_each_token_at_its_index_and_padding_nowhere(num_tokens: int, shape: tuple[int, int]) -> None:
@@ -208,6 +226,17 @@ def test_the_sweep_passes_under_the_interpreter() -> None:
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
     assert f"{len(CASES) + 5} passed" in result.stdout, result.stdout[-1000:]
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="needs no kernel")
+def test_whole_prompts_are_counted_but_not_in_static_buffers() -> None:
+    lens = [19, 1, 1, 5], [19, 1, 8, 30]
+    table = torch.ones(4, 2, dtype=torch.int64)
+    metadata = AttentionMetadata(*lens, table, 16)
+    assert (metadata.num_prompts, metadata.max_prompt_len, metadata.num_decodes) == (1, 19, 2)
+    assert metadata.on(table.device) is metadata
+    static = AttentionBuffers(4, 2, 16, torch.device("cpu")).fill(*lens, table)
+    assert (static.num_prompts, static.num_decodes) == (0, 2), "a replay may be of other requests"
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs no kernel")
@@ -246,13 +275,42 @@ class TestOnGpu:
         buffers = AttentionBuffers(8, 32, case.block_size, torch.device("cuda"))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            metadata = AttentionMetadata(list(case.query_lens), list(case.kv_lens), world.block_table, case.block_size)
+            metadata = AttentionMetadata(list(case.query_lens), list(case.kv_lens), table, case.block_size)
             eager = attend(case, world, metadata, 0.3)
             static = attend(case, world, buffers.fill(list(case.query_lens), list(case.kv_lens), table), 0.3)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         expected = naive_attention(case, world, 0.3)
         assert relative_error(eager, expected) < 1e-2 and relative_error(static, expected) < 1e-2
+
+    def test_steps_prepared_while_the_device_is_behind_do_not_mix(self) -> None:
+        """The host fills the buffers from its own memory several steps ahead, and forgets each table at once."""
+        shape = Case([1] * 3, [40, 1, 133], group=4)
+        world = make_world(shape, torch.bfloat16, "cuda")
+        buffers = AttentionBuffers(4, 32, shape.block_size, torch.device("cuda"))
+        lens = [[40 - step, 1, 133 - 5 * step] for step in range(12)]
+        table = world.block_table.cpu()
+        outputs = []
+        for kv_lens in lens:
+            torch.cuda._sleep(3_000_000)
+            outputs.append(attend(shape, world, buffers.fill([1] * 3, kv_lens, table.clone()), 0.3))
+            eager = AttentionMetadata([1] * 3, kv_lens, table.clone(), shape.block_size)
+            outputs.append(attend(shape, world, eager, 0.3))
+        for kv_lens, static, eager_output in zip(lens, outputs[::2], outputs[1::2], strict=True):
+            index = [rows[:kv_len] for rows, kv_len in zip(world.kv_index, kv_lens, strict=True)]
+            expected = naive_attention(replace(shape, kv_lens=kv_lens), replace(world, kv_index=index), 0.3)
+            assert relative_error(static, expected) < 1e-2 and relative_error(eager_output, expected) < 1e-2
+
+    def test_plain_pytorch_takes_a_table_on_the_host(self) -> None:
+        case = Case(*MIXED, head_dim=40)
+        world = make_world(case, torch.float32, "cuda")
+        world.k_pool.nan_to_num_()
+        world.v_pool.nan_to_num_()
+        metadata = AttentionMetadata(
+            list(case.query_lens), list(case.kv_lens), world.block_table.cpu(), case.block_size
+        )
+        output = reference.paged_attention(world.q, world.k_pool, world.v_pool, metadata, scale=0.3)
+        assert relative_error(output, naive_attention(case, world, 0.3)) < 1e-4
 
     @pytest.mark.parametrize("window", [None, 100])
     def test_a_replayed_graph_equals_eager_bit_for_bit(self, window: int | None) -> None:

@@ -15,6 +15,7 @@ def _naive_attention(
     lens: list[int],
     scale: float,
     window: int | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     rows, token = [], 0
     for key, value, query_len in zip(keys, values, lens, strict=True):
@@ -26,20 +27,24 @@ def _naive_attention(
             heads = []
             for head in range(q.shape[1]):
                 visible = key[first : position + 1, head // group].double()
-                weights = torch.softmax(visible @ q[token, head].double() * scale, 0)
+                logits = visible @ q[token, head].double() * scale
+                if soft_cap is not None:
+                    logits = soft_cap * torch.tanh(logits / soft_cap)
+                weights = torch.softmax(logits, 0)
                 heads.append(weights @ value[first : position + 1, head // group].double())
             rows.append(torch.stack(heads))
             token += 1
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 @pytest.mark.parametrize(
     ("query_lens", "kv_lens"),
     [([1], [1]), ([1, 1, 1], [9, 1, 30]), ([7], [7]), ([5, 1, 9, 1], [5, 17, 26, 2]), ([1, 12], [8, 40])],
 )
 def test_paged_attention_equals_a_loop_over_queries(
-    query_lens: list[int], kv_lens: list[int], window: int | None
+    query_lens: list[int], kv_lens: list[int], window: int | None, soft_cap: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(len(query_lens))
     block_size, num_heads, num_kv_heads, head_dim = 4, 6, 2, 10
@@ -64,7 +69,10 @@ def test_paged_attention_equals_a_loop_over_queries(
     q = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator)
 
     metadata = AttentionMetadata(query_lens, kv_lens, block_table, block_size)
-    output = paged_attention(q, k_pool, v_pool, metadata, scale=0.4, window=window)
+    output = paged_attention(q, k_pool, v_pool, metadata, scale=0.4, window=window, soft_cap=soft_cap)
 
-    expected = _naive_attention(q, keys, values, query_lens, 0.4, window)
+    expected = _naive_attention(q, keys, values, query_lens, 0.4, window, soft_cap)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    if soft_cap is not None and window != 1 and max(kv_lens) > 1:
+        uncapped = _naive_attention(q, keys, values, query_lens, 0.4, window, None)
+        assert (uncapped - expected).norm() > 1e-2 * expected.norm(), "the cap must matter to what is compared"
