@@ -54,7 +54,9 @@ def attend(
     """
     assert step.metadata is not None and step.kv_index is not None, "attention ran outside a step"
     write_kv_(key, value, k_pool, v_pool, step.kv_index)
-    return paged_attention(query, k_pool, v_pool, step.metadata, scale=scale, window=window, soft_cap=soft_cap)
+    return paged_attention(
+        query, k_pool, v_pool, step.metadata, scale=scale, window=window, soft_cap=soft_cap, k=key, v=value
+    )
 
 
 @torch.library.custom_op(

@@ -29,8 +29,6 @@ def can_attend_prompts(k: torch.Tensor, v: torch.Tensor, metadata: AttentionMeta
         and (window is None or metadata.max_prompt_len <= window)
         and k.element_size() == 2
         and 16 <= head_dim == triton.next_power_of_2(head_dim)
-        and k.stride(1) == v.stride(1) == head_dim
-        and k.stride(2) == v.stride(2) == 1
     )
 
 
@@ -53,13 +51,14 @@ def attend_prompts_(
 
     Args:
         q: [T, Hq, D].
-        k, v: [T, Hkv, D], this step's; rows may be strided.
+        k, v: [T, Hkv, D], this step's; copied where a token's heads are not neighbours.
         metadata: the packed batch, with prompts.
         scale, soft_cap: as in `kernels.paged_attention`.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_rows, num_kv_heads = len(metadata.query_lens), k.shape[1]
     group = num_heads // num_kv_heads
+    k, v = (tensor if tensor.stride()[1:] == (head_dim, 1) else tensor.contiguous() for tensor in (k, v))
     tile = prompt_tile(group, head_dim)
     tile_tokens = tile.rows // group
     has_descriptors = _has_descriptors(q.device) and _is_aligned(k) and _is_aligned(v)

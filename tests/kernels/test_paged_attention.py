@@ -164,6 +164,9 @@ def check_attention(case: Case, dtype: torch.dtype, device: str) -> None:
     if metadata.num_prompts:
         k, v = (step_rows(case, world, pool) for pool in (world.k_pool, world.v_pool))
         assert relative_error(attend(case, world, metadata, scale, k=k, v=v), expected) < RELATIVE_ERROR[dtype]
+        heads_first = k.transpose(0, 1).contiguous().transpose(0, 1)
+        output = attend(case, world, metadata, scale, k=heads_first, v=v)
+        assert relative_error(output, expected) < RELATIVE_ERROR[dtype]
     other = naive_attention(replace(case, window=2 if case.window == 1 else 1, soft_cap=None), world, scale)
     if max(case.kv_lens) > 1:
         assert relative_error(other, expected) > 0.1, "the case's window must matter to what is compared"
