@@ -2,7 +2,7 @@
 
 What stays between matrix products (norms, rotary embedding, activation, residuals) becomes a few fused kernels; LoRA and
 attention are operators (`engine/ops`) that the compiler takes as they are. Two versions are made, for one token and for
-any number, so nothing is compiled while serving. Called once at start, before graphs are recorded.
+any number, so nothing is compiled while serving. Called once at start by `engine/warmup`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def compile_decoder(decoder: nn.Module, run: Callable[[int], None], *, backend: 
     with _dynamo.config.patch(specialize_float=True):
         for num_tokens in (_TYPICAL_TOKENS, 1):
             run(num_tokens)
-            logger.info("event=layers_compiled tokens=%s", "any" if num_tokens > 1 else "1")
-    logger.info("event=compiler_ready layers=%d seconds=%.1f", len(modules) - 1, time.perf_counter() - started)
+    logger.info("event=layers_compiled layers=%d seconds=%.1f", len(modules) - 1, time.perf_counter() - started)
 
 
 def _layers(decoder: nn.Module) -> Iterable[nn.Module]:

@@ -23,7 +23,6 @@ from engine.answer import Answer
 from engine.attention import bind_attention
 from engine.audio import AudioFrontend
 from engine.block_pool import BlockPool
-from engine.compiler import compile_decoder
 from engine.config import EngineConfig, LoRAModule
 from engine.encoder_cache import EncoderCache
 from engine.errors import AppError, EngineClosed, InvalidRequest
@@ -50,6 +49,7 @@ from engine.setup import (
 )
 from engine.state import EngineRequest
 from engine.tokenizer import eos_token_ids, load_processor, load_tokenizer
+from engine.warmup import warm_up
 from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
 
 logger = logging.getLogger(__name__)
@@ -159,8 +159,8 @@ class Engine:
             graphs,
         )
         if graphs is not None:
-            compile_decoder(self.base.decoder, runner.warm_up)
-            graphs.record()
+            sizes = lora_metadata["decoder"].step_sizes if lora_metadata else [config.max_num_batched_tokens]
+            warm_up(self.base, runner, graphs, step_sizes=sizes, has_lora=bool(lora_metadata))
         self._loop = EngineLoop(
             self._scheduler, runner, cache, self.tokenizer, runs_ahead=runs_ahead(config, self.base),
             checks_integrity=checks_integrity,

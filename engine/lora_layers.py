@@ -71,13 +71,14 @@ class LoraGroup:
     def forward(self, index: int, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Module `index`'s output [..., out] for x [..., in]; in a group the first module's call serves all."""
         if self._weight is None:
+            if type(module).__bases__[-1] is nn.Linear:
+                linear = cast(nn.Linear, module)
+                return self._linear(x, linear.weight, linear.bias)
             output: torch.Tensor = super(LoraLinearMixin, module).forward(x)  # type: ignore[misc]
             self._add(output, x)
             return output
         if index == 0 or self._last is None or self._last[0] is not x:
-            output = F.linear(x, self._weight, self._bias)
-            self._add(output, x)
-            self._last = (x, output)
+            self._last = (x, self._linear(x, self._weight, self._bias))
         output = self._last[1]
         if index == len(self.slice_ends) - 1:
             self._last = None
@@ -112,6 +113,17 @@ class LoraGroup:
 
     def _send_ranks(self, lora_slot: int) -> None:
         self.ranks[lora_slot] = torch.tensor(self.host_ranks[lora_slot], dtype=torch.int32, device=self.ranks.device)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The linear layers' output [..., O] with LoRA added."""
+        if torch.compiler.is_compiling():
+            linear: torch.Tensor = ops.lora_linear_op(
+                x, weight, bias, self.lora_a, self.lora_b, self.ranks, self.slice_ends, self.step_number
+            )
+            return linear
+        output = F.linear(x, weight, bias)
+        self._add(output, x)
+        return output
 
     def _add(self, output: torch.Tensor, x: torch.Tensor) -> None:
         if torch.compiler.is_compiling():

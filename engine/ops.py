@@ -12,8 +12,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
-from kernels import LoraMetadata, lora_add_group_, paged_attention, write_kv_
+from kernels import LoraMetadata, lora_add_group_, lora_product, paged_attention, write_kv_
 
 if TYPE_CHECKING:
     from engine.attention import AttentionStep
@@ -99,3 +100,27 @@ def lora_add_op(output, x, lora_a, lora_b, ranks, slice_ends, step):  # type: ig
 @lora_add_op.register_fake
 def _(output, x, lora_a, lora_b, ranks, slice_ends, step):  # type: ignore[no-untyped-def]
     return None
+
+
+@torch.library.custom_op(
+    "switchboard::lora_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor lora_a, Tensor lora_b, Tensor ranks, int[] slice_ends, int step)"
+    " -> Tensor",
+)
+def lora_linear_op(x, weight, bias, lora_a, lora_b, ranks, slice_ends, step):  # type: ignore[no-untyped-def]
+    """[..., in] -> [..., O]: linear layers on the same input with LoRA added (`kernels.lora_product`), as an operator."""
+    metadata: LoraMetadata = _steps[step]
+    if not metadata.segments:
+        return F.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    host_ranks = () if ranks.is_cuda else ranks.tolist()
+    output = lora_product(
+        lambda: F.linear(rows, weight, bias), rows, lora_a, lora_b, ranks, host_ranks, tuple(slice_ends), metadata
+    )
+    return output.view(*x.shape[:-1], output.shape[-1])
+
+
+@lora_linear_op.register_fake
+def _(x, weight, bias, lora_a, lora_b, ranks, slice_ends, step):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], slice_ends[-1]))

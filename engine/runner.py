@@ -89,14 +89,20 @@ class Runner:
         return LaunchedStep(batch.sampled, choice)
 
     @torch.inference_mode()
-    def warm_up(self, num_tokens: int) -> None:
-        """Compute a step of padding, which belongs to no request."""
-        device = self._model.device
+    def warm_up(self, num_tokens: int, *, num_cached: int = 0, has_lora: bool = False) -> None:
+        """Compute a prompt of padding that belongs to no request and writes no keys.
+
+        Args:
+            num_tokens: of the step.
+            num_cached: tokens before them, as if their keys were cached.
+            has_lora: as if all tokens used the first LoRA row.
+        """
+        device, num_keys = self._model.device, num_cached + num_tokens
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        table = torch.full((num_tokens, 1), NULL_BLOCK, dtype=torch.int32, device=device)
-        self._attention_step.metadata = AttentionMetadata([1] * num_tokens, [1] * num_tokens, table, self._block_size)
+        table = torch.full((1, -(-num_keys // self._block_size)), NULL_BLOCK, dtype=torch.int32)
+        self._attention_step.metadata = AttentionMetadata([num_tokens], [num_keys], table, self._block_size).on(device)
         self._attention_step.kv_index = torch.full_like(token_ids, -1)
-        self._set_segments("decoder", (), num_tokens)
+        self._set_segments("decoder", (LoraSegment(0, 0, num_tokens),) if has_lora else (), num_tokens)
         self._model.decode(self._model.embed(token_ids), token_ids)
 
     def _forward(self, plan: Plan, batch: Batch) -> torch.Tensor:

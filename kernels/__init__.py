@@ -9,7 +9,7 @@ D head dim, Hq/Hkv query/KV heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -46,6 +46,7 @@ __all__ = [
     "LoraSegment",
     "lora_add_group_",
     "lora_embedding_add_",
+    "lora_product",
     "paged_attention",
     "write_kv_",
 ]
@@ -79,6 +80,35 @@ def lora_add_group_(
     """
     add = _lora.lora_add_group_ if HAS_TRITON and metadata.has_tiles else reference.lora_add_group_
     add(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata)
+
+
+def lora_product(
+    product: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    slice_ends: tuple[int, ...],
+    metadata: LoraMetadata,
+) -> torch.Tensor:
+    """`product()`, with what `lora_add_group_` adds to it.
+
+    While a CUDA graph is captured the first half of the LoRA, which needs `x` alone, goes beside the product on a stream
+    of its own, so that replays hide it behind the product.
+
+    Args:
+        product: computes the base layers' output, a fresh [T, O], from the same x.
+        x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata: as in `lora_add_group_`.
+
+    Returns:
+        [T, O].
+    """
+    if HAS_TRITON and metadata.has_tiles and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _lora.lora_product(product, x, lora_a, lora_b, ranks, slice_ends, metadata)
+    output = product()
+    lora_add_group_(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata)
+    return output
 
 
 def lora_embedding_add_(

@@ -11,7 +11,7 @@ T packed tokens, N LoRA rows, M slices of the output, R rank of the buffers, S s
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -37,12 +37,44 @@ def lora_add_group_(
 
     Rows of `output` and `x` may be strided, their columns not; the other tensors are contiguous.
     """
+    shrink, expand = _choose_tiles(x, lora_a, slice_ends, metadata)
+    lora_add_group_with_tiles_(output, x, lora_a, lora_b, ranks, slice_ends, metadata, shrink, expand)
+
+
+def lora_product(
+    product: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    slice_ends: tuple[int, ...],
+    metadata: LoraMetadata,
+) -> torch.Tensor:
+    """`product()` [T, O] with LoRA added; shrink, which needs `x` alone, runs beside the product on a second stream.
+
+    Neither launch is a dependent one here: both follow kernels that are not ours, or come from another stream.
+    """
+    shrink, expand = _choose_tiles(x, lora_a, slice_ends, metadata)
+    main, side = torch.cuda.current_stream(), metadata.side_stream
+    assert side is not None, "a second stream exists on a CUDA device only"
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        _launch_shrink(x, lora_a, ranks, metadata, shrink, {"USE_PDL": False})
+    output = product()
+    main.wait_stream(side)
+    num_splits = -(-x.shape[1] // shrink.split_len)
+    _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, {"USE_PDL": False})
+    return output
+
+
+def _choose_tiles(
+    x: torch.Tensor, lora_a: torch.Tensor, slice_ends: tuple[int, ...], metadata: LoraMetadata
+) -> tuple[tuning.ShrinkTile, tuning.ExpandTile]:
+    """The table's rows for a call; those for a family are for the half formats: twice the bytes need smaller tiles."""
     kind, rank = tuning.kind_of(x.shape[0]).name, lora_a.shape[2]
-    # The rows for a family are for the half formats: twice the bytes need smaller tiles.
     family = metadata.family if x.element_size() == 2 else "any"
     shrink = tuning.shrink_tile(family, kind, rank, x.shape[1])
-    expand = tuning.expand_tile(family, kind, rank, output.shape[1])
-    lora_add_group_with_tiles_(output, x, lora_a, lora_b, ranks, slice_ends, metadata, shrink, expand)
+    return shrink, tuning.expand_tile(family, kind, rank, slice_ends[-1])
 
 
 def lora_add_group_with_tiles_(

@@ -62,6 +62,8 @@ class LoraMetadata:
         if not self.has_tiles:
             return
         is_cuda = device.type == "cuda"
+        self.side_stream = torch.cuda.Stream(device) if is_cuda else None
+        """For work of a call that may run beside the base layers' product while a graph is captured."""
         self.family = tuning.device_family(torch.cuda.get_device_capability(device) if is_cuda else None)
         capacity = 1 + max(tuning.num_tiles_of(size, max_segments) for size in tuning.step_sizes(max_tokens))
         self.tiles = torch.zeros(capacity, 4, dtype=torch.int32, device=device)
@@ -72,6 +74,11 @@ class LoraMetadata:
         # Two, taken in turns: the host fills one while the copy out of the other may still be waiting for the device.
         self._staging = [torch.zeros(capacity, 4, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+
+    @property
+    def step_sizes(self) -> list[int]:
+        """Token counts which between them need every variant of the kernels."""
+        return tuning.step_sizes(self.max_tokens)
 
     def update(self, segments: Sequence[LoraSegment], num_tokens: int) -> None:
         """Describe the next step; on CUDA one asynchronous copy on the current stream, no synchronisation.

@@ -240,9 +240,26 @@ def test_the_kernels_on_a_gpu_serve_a_head_as_wide_as_a_vocabulary(num_tokens: i
     check("lm_head", group, kernels.lora_add_group_)
 
 
+def test_a_product_with_lora_is_the_product_and_then_lora() -> None:
+    group = make_group(33, [LoraSegment(0, 0, 10)], [[4, 2]], 8, 64, (24, 40), dtype=torch.float32, device="cpu")
+    arguments = (
+        group.x,
+        group.lora_a,
+        group.lora_b,
+        group.ranks,
+        group.ranks.tolist(),
+        group.slice_ends,
+        group.metadata,
+    )
+    assert torch.equal(kernels.lora_product(group.base.clone, *arguments), group.run(kernels.lora_add_group_))
+    assert not torch.equal(group.run(kernels.lora_add_group_), group.base)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_beside", [False, True], ids=["after", "beside"])
 @pytest.mark.parametrize("num_tokens", [33, 133])
-def test_a_captured_graph_follows_the_metadata(num_tokens: int) -> None:
+def test_a_captured_graph_follows_the_metadata(num_tokens: int, is_beside: bool) -> None:
+    """Whether LoRA follows the product or its first half runs beside it."""
     ranks = [[16, 4], [0, 8], [64, 64], [16, 0]]
     first = [LoraSegment(0, 0, 10), LoraSegment(2, 10, 30)]
     second = [LoraSegment(3, 0, 3), LoraSegment(1, 5, 6), LoraSegment(2, 6, num_tokens)]
@@ -251,7 +268,7 @@ def test_a_captured_graph_follows_the_metadata(num_tokens: int) -> None:
     group.metadata.update(first, num_tokens)
     group.run(kernels.lora_add_group_)
 
-    output, graph = group.base.clone(), torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph()
     arguments = (
         group.x,
         group.lora_a,
@@ -262,11 +279,14 @@ def test_a_captured_graph_follows_the_metadata(num_tokens: int) -> None:
         group.metadata,
     )
     with torch.cuda.graph(graph):
-        kernels.lora_add_group_(output, *arguments)
+        if is_beside:
+            output = kernels.lora_product(group.base.clone, *arguments)
+        else:
+            output = group.base.clone()
+            kernels.lora_add_group_(output, *arguments)
     replayed = []
     for segments in (first, second, [], first):
         group.metadata.update(segments, num_tokens)
-        output.copy_(group.base)
         graph.replay()
         replayed.append(output.clone())
         assert torch.equal(replayed[-1], group.run(kernels.lora_add_group_))

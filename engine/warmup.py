@@ -1,0 +1,52 @@
+"""Everything that is compiled or recorded, done once at start, so that no request waits for it; reports progress.
+
+Order matters: layers first, then the kernels' variants that prompts need, then the graphs of decode steps, which record
+both. Called by `engine/engine` on a GPU, unless `--enforce-eager` is set.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from engine.compiler import compile_decoder
+from engine.graphs import DecodeGraphs
+from engine.model import BaseModel
+from engine.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(
+    base: BaseModel, runner: Runner, graphs: DecodeGraphs, *, step_sizes: Sequence[int], has_lora: bool
+) -> None:
+    """Compile and record.
+
+    Args:
+        base, runner, graphs: the parts of the engine.
+        step_sizes: token counts which between them need every variant of the kernels.
+        has_lora: whether adapters are on.
+    """
+    families = (False, True) if has_lora else (False,)
+    stages: list[tuple[str, Callable[[], None]]] = [("layers", lambda: compile_decoder(base.decoder, runner.warm_up))]
+    stages += [
+        (f"kernels tokens={size} lora={with_lora}", _prompt(runner, size, with_lora))
+        for size in step_sizes
+        for with_lora in families
+    ]
+    stages.append(("graphs", graphs.record))
+    started = time.perf_counter()
+    for number, (what, run) in enumerate(stages, 1):
+        run()
+        logger.info(
+            "event=warm_up stage=%d/%d seconds=%.1f what=%s", number, len(stages), time.perf_counter() - started, what
+        )
+
+
+def _prompt(runner: Runner, num_tokens: int, has_lora: bool) -> Callable[[], None]:
+    def run() -> None:
+        for num_cached in (0, 1):
+            runner.warm_up(num_tokens, num_cached=num_cached, has_lora=has_lora)
+
+    return run
