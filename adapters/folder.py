@@ -41,6 +41,25 @@ class TensorPlace:
     file: TensorFile
     entry: TensorEntry
 
+    @property
+    def name(self) -> str:
+        """The tensor's name in the file."""
+        return self.entry.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As stored."""
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it."""
+        return self.entry.dtype
+
+    def read_into(self, memory: memoryview) -> None:
+        """Fill `memory` with the stored bytes; from any thread."""
+        self.file.read_into(self.entry, memory)
+
 
 class AdapterFolder:
     """An adapter's folder with its files open; a context manager.

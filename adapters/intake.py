@@ -20,15 +20,27 @@ from adapters.records import AdapterEntry
 from adapters.report import AdapterReport
 from adapters.surface import ModelSurface
 from adapters.upload import UploadFiles, UploadReport, unpack_upload
-from adapters.weights import read_adapter
+from adapters.weights import has_first_format_digest, read_adapter
 
 log = logging.getLogger(__name__)
 
 
-def read_generation(folder: Path, surface: ModelSurface, *, allowed_roots: Sequence[Path] | None = None) -> Generation:
-    """Read and check a folder. Raises `AdapterFilesNotFound` or `AdapterRefused`."""
+def read_generation(
+    folder: Path,
+    surface: ModelSurface,
+    *,
+    allowed_roots: Sequence[Path] | None = None,
+    known_digest: str | None = None,
+) -> Generation:
+    """Read and check a folder. Raises `AdapterFilesNotFound` or `AdapterRefused`.
+
+    `known_digest` is what the content was listed under before. Where an earlier version of this program computed it, and
+    the content is still that, the generation keeps it: names, rows and caches go on knowing the content by it.
+    """
     with _without_os_errors():
         spec, pairs, report = read_adapter(folder, surface, allowed_roots=allowed_roots)
+        if known_digest not in (None, report.digest) and has_first_format_digest(folder, surface, known_digest):
+            report = replace(report, digest=known_digest)
     return Generation(report.digest, spec, pairs, report)
 
 

@@ -141,7 +141,7 @@ class AdapterManager:
         with self._name_locks.hold(name):
             entry = self._registry.get(name)
             if is_pinned:
-                with self._borrow(name)[1]:
+                with self.borrow(name):
                     self._registry.set_pinned(entry, True)
             else:
                 self._registry.set_pinned(entry, False)
@@ -159,6 +159,10 @@ class AdapterManager:
         entry, handle = self._borrow(name)
         self._registry.count_request(entry)
         return handle
+
+    def borrow(self, name: str) -> GenerationHandle:
+        """What `acquire` gives, without counting it as a request."""
+        return self._borrow(name)[1]
 
     def _borrow(self, name: str) -> tuple[AdapterEntry, GenerationHandle]:
         """What `acquire` gives, not counted as a request, and the entry that it came from."""
@@ -179,7 +183,9 @@ class AdapterManager:
                 return handle
             try:
                 with about(entry.name):
-                    generation, load_ms = self._read_files(entry.folder, "upload" if entry.version else "path")
+                    generation, load_ms = self._read_files(
+                        entry.folder, "upload" if entry.version else "path", entry.digest
+                    )
                     if generation.digest != entry.digest:
                         raise AdapterRefused(["its files changed after it was loaded; load it again with load_inplace"])
             except AdapterError:
@@ -279,7 +285,7 @@ class AdapterManager:
             if row is None:
                 raise AdapterNotFound(f"adapter {name!r} has no stored version {generation[:80]!r}", param="generation")
             folder = self._open_vault().path(row.folder)
-            with about(name), self._read(name, folder, "upload") as content:
+            with about(name), self._read(name, folder, "upload", row.digest) as content:
                 entry = new_entry(name, row.source, folder, content, row.base_model_name)
                 entry.version = row.folder
                 self._open_vault().catalog.point(name, row.folder)
@@ -322,20 +328,21 @@ class AdapterManager:
         raise AdapterFilesNotFound(f"no folder was found at lora_path{where}", param="lora_path")
 
     @contextmanager
-    def _read(self, name: str, folder: Path, kind: str) -> Iterator[Generation]:
+    def _read(self, name: str, folder: Path, kind: str, known_digest: str | None = None) -> Iterator[Generation]:
         """Content of a folder, held in the CPU tier; let go afterwards unless a name points to it by then."""
-        generation, load_ms = self._read_files(folder, kind)
+        generation, load_ms = self._read_files(folder, kind, known_digest)
         try:
             with self._store.add(generation, name, load_ms=load_ms) as handle:
                 yield handle.generation
         finally:
             self._registry.settle(generation.digest)
 
-    def _read_files(self, folder: Path, kind: str) -> tuple[Generation, float]:
-        """Read a folder; returns its content and the milliseconds that it took."""
+    def _read_files(self, folder: Path, kind: str, known_digest: str | None = None) -> tuple[Generation, float]:
+        """Read a folder, listed under `known_digest` before; returns its content and the milliseconds that it took."""
         started = time.perf_counter()
         is_own = self._adapter_dir is not None and is_under(folder, [self._adapter_dir])
-        generation = read_generation(folder, self._surface, allowed_roots=None if is_own else self._allowed_roots)
+        roots = None if is_own else self._allowed_roots
+        generation = read_generation(folder, self._surface, allowed_roots=roots, known_digest=known_digest)
         seconds = time.perf_counter() - started
         self._tally.count_load(kind, seconds)
         return generation, seconds * 1000.0

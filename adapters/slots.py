@@ -1,31 +1,52 @@
 """Which adapter sits in which row of the LoRA buffers: residency, eviction of the least recently used, draining.
 
 Owned and called by the engine thread; only `drop` may come from other threads. Knows nothing of buffers: a `SlotWriter`
-moves the tensors. The base model is row -1 and never takes a slot.
+moves the tensors, maybe in the background. The base model is row -1 and never takes a slot.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from adapters.generation import Generation
 
 
+class RowCopy(Protocol):
+    """A row that is being filled in the background."""
+
+    def is_ready(self) -> bool:
+        """Whether the row can be read now; never waits. Raises what made the copy fail."""
+
+    def has_failed(self) -> bool:
+        """Whether it has ended in a fault, which `is_ready` and `wait` raise."""
+
+    def wait(self) -> None:
+        """Return once steps that start from now on find the row filled. Raises what made the copy fail."""
+
+
 class SlotWriter(Protocol):
     """Moves a generation into a row of the buffers of every layer."""
 
-    def write(self, lora_slot: int, generation: Generation) -> None:
-        """Fill the row. It may hold another adapter's weights: layers that `generation` does not touch become zero."""
+    def write(self, lora_slot: int, generation: Generation) -> RowCopy | None:
+        """Fill the row, or begin to; None where it is filled on return.
+
+        It may hold another adapter's weights, and steps that were started may still read it: the writer sees to it that
+        they find what they expect. Layers that `generation` does not touch add nothing. Later calls for the same row
+        take effect after this one.
+        """
 
     def clear(self, lora_slot: int) -> None:
-        """Zero the row in every layer."""
+        """Make the row add nothing in any layer."""
 
 
 @dataclass
 class _Resident:
     lora_slot: int
+    copy: RowCopy | None
     num_refs: int = 0
     is_dropped: bool = False
 
@@ -54,6 +75,9 @@ class SlotPool:
     def acquire(self, generation: Generation) -> int | None:
         """The row that holds `generation`, with one more reference on it; None where every row is in use."""
         resident = self._residents.get(generation.digest)
+        if resident is not None and resident.num_refs == 0 and resident.copy is not None and resident.copy.has_failed():
+            self._clear(generation.digest)  # A prefetch that nobody waited for: tried again.
+            resident = None
         if resident is None:
             resident = self._load(generation)
             if resident is None:
@@ -62,6 +86,32 @@ class SlotPool:
         resident.is_dropped = False
         self._residents.move_to_end(generation.digest)
         return resident.lora_slot
+
+    def prefetch(self, generation: Generation) -> None:
+        """Begin to fill a row without a reference on it; nothing happens where every row is in use."""
+        if generation.digest not in self._residents:
+            self._load(generation)
+
+    def is_ready(self, generation: Generation) -> bool:
+        """Whether the row of a resident generation can be read now; never waits.
+
+        Raises what made the copy fail; the row is then given up as soon as nothing refers to it.
+        """
+        resident = self._residents[generation.digest]
+        if resident.copy is not None:
+            with _giving_up(resident):
+                if not resident.copy.is_ready():
+                    return False
+            resident.copy = None
+        return True
+
+    def wait(self, generation: Generation) -> None:
+        """Like `is_ready`, but returns once steps that start from now on find the row filled."""
+        resident = self._residents[generation.digest]
+        if resident.copy is not None:
+            with _giving_up(resident):
+                resident.copy.wait()
+            resident.copy = None
 
     def release(self, generation: Generation) -> None:
         """Take one reference back; the row stays resident until it is needed or was dropped."""
@@ -121,13 +171,13 @@ class SlotPool:
         if lora_slot is None:
             return None
         try:
-            self._writer.write(lora_slot, generation)
+            copy = self._writer.write(lora_slot, generation)
         except BaseException:
             self._free.append(lora_slot)
             self._publish()
             raise
         self.loads += 1
-        resident = self._residents[generation.digest] = _Resident(lora_slot)
+        resident = self._residents[generation.digest] = _Resident(lora_slot, copy)
         self._publish()
         return resident
 
@@ -149,3 +199,13 @@ class SlotPool:
 
     def _publish(self) -> None:
         self._published = {digest: resident.lora_slot for digest, resident in self._residents.items()}
+
+
+@contextmanager
+def _giving_up(resident: _Resident) -> Iterator[None]:
+    """A row whose copy failed is cleared after its last reference."""
+    try:
+        yield
+    except BaseException:
+        resident.is_dropped = True
+        raise

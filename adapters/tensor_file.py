@@ -13,6 +13,7 @@ import json
 import math
 import os
 import stat
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.name = path.name
         self._file: io.BufferedReader = _open_regular(path)
+        self._lock = threading.Lock()
         try:
             self._stamp = _stamp(self._file)
             self.entries: dict[str, TensorEntry] = _read_entries(self._file, self.name, self._stamp[0])
@@ -72,11 +74,26 @@ class TensorFile:
     def read(self, entry: TensorEntry) -> tuple[torch.Tensor, bytearray]:
         """The tensor (any shape, its stored dtype) and the bytes that it shares memory with."""
         buffer = bytearray(entry.end - entry.start)
-        self._file.seek(entry.start)
-        if self._file.readinto(buffer) != len(buffer):
-            raise self._changed()
+        self.read_into(entry, memoryview(buffer))
         tensor = torch.frombuffer(buffer, dtype=FLOAT_DTYPES[entry.dtype]).reshape(entry.shape)
         return tensor, buffer
+
+    def read_into(self, entry: TensorEntry, memory: memoryview) -> None:
+        """Fill `memory`, `end - start` bytes, with the tensor as it is stored. From any thread, also several at once."""
+        position = entry.start
+        while memory.nbytes:
+            num_read = self._read_at(memory, position)
+            if num_read == 0:
+                raise self._changed()
+            memory = memory[num_read:]
+            position += num_read
+
+    def _read_at(self, memory: memoryview, position: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [memory], position)
+        with self._lock:
+            self._file.seek(position)
+            return self._file.readinto(memory)
 
     def check_unchanged(self) -> None:
         """Raise `AdapterRefused` if the file was written to since it was opened."""

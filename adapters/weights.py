@@ -1,15 +1,14 @@
 """Adapter files -> LoRA pairs that fit the running model, or a refusal that says why.
 
-Reads what `plan` has laid out, checks and casts the numbers, and folds each module's scale into B. Called by `intake`;
-runs on loader threads.
+Has what `plan` has laid out read into a slab, each module's scale folded into B, and judges the numbers. Called by
+`intake`; runs on loader threads.
 
 R rank, in/out features of a layer.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,12 @@ from pathlib import Path
 
 import torch
 
+from adapters.digest import content_hash, first_format_hash
 from adapters.errors import AdapterRefused
 from adapters.folder import AdapterFolder
 from adapters.plan import AdapterPlan, PlannedPair, plan_adapter, short_model_name
 from adapters.report import AdapterReport
+from adapters.slab import Half, read_slab
 from adapters.spec import AdapterSpec
 from adapters.surface import ModelSurface
 
@@ -28,6 +29,8 @@ from adapters.surface import ModelSurface
 @dataclass(frozen=True)
 class LoraPair:
     """LoRA of one layer, on the CPU in the serving dtype: the layer adds `b @ (a @ x)`.
+
+    All pairs of an adapter are views of one storage, its slab.
 
     Attributes:
         a: [R, in].
@@ -52,38 +55,36 @@ def read_adapter(
     """
     with AdapterFolder(folder, allowed_roots=allowed_roots) as files:
         plan = plan_adapter(files, surface)
-        digest = hashlib.sha256()
-        pairs, num_zero = {}, 0
-        for name, planned in plan.pairs.items():
-            pairs[name], is_zero = _read_pair(planned, surface.lora_dtype, digest)
-            num_zero += is_zero
+        halves = {name: (Half(planned.a, 1.0), Half(planned.b, planned.scale)) for name, planned in plan.pairs.items()}
+        read_slab([half for pair in halves.values() for half in pair], surface.lora_dtype)
         files.check_unchanged()
-    report = _report(plan, surface, "sha256:" + digest.hexdigest(), is_zero_effect=num_zero == len(pairs))
+    digest = content_hash((plan.pairs[name], half) for name, pair in halves.items() for half in pair)
+    pairs = {name: _checked_pair(plan.pairs[name], a, b, surface.lora_dtype) for name, (a, b) in halves.items()}
+    is_zero_effect = all(0.0 in (a.peak, b.peak, b.factor) for a, b in halves.values())
+    report = _report(plan, surface, "sha256:" + digest.hexdigest(), is_zero_effect=is_zero_effect)
     return plan.spec, pairs, report
 
 
-def _read_pair(planned: PlannedPair, dtype: torch.dtype, digest: hashlib._Hash) -> tuple[LoraPair, bool]:
-    """Read, check and cast one pair; True where it adds exactly zero."""
-    halves = []
-    for place in (planned.a, planned.b):
-        tensor, buffer = place.file.read(place.entry)
-        header = [planned.site.name, place.entry.dtype, place.entry.shape, repr(planned.scale)]
-        digest.update(json.dumps(header).encode())
-        digest.update(buffer)
-        if not torch.isfinite(tensor).all():
-            raise AdapterRefused([f"tensor {place.entry.name} holds NaN or infinity; the training run went wrong"])
-        halves.append(tensor)
-    a = halves[0].to(dtype, copy=True)
-    b = (halves[1].float() * planned.scale).to(dtype, copy=True)
-    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+def has_first_format_digest(folder: Path, surface: ModelSurface, digest: str) -> bool:
+    """Whether this digest is what an earlier version of this program computed for the folder's content."""
+    with AdapterFolder(folder) as files:
+        return "sha256:" + first_format_hash(plan_adapter(files, surface)).hexdigest() == digest
+
+
+def _checked_pair(planned: PlannedPair, a: Half, b: Half, dtype: torch.dtype) -> LoraPair:
+    """The pair, if all its numbers are finite as they are stored and as they are served."""
+    for half in (a, b):
+        if not math.isfinite(half.peak):
+            name = half.place.name
+            raise AdapterRefused([f"tensor {name} holds NaN or infinity; the training run went wrong"])
+    if not (a.fits and b.fits):
         raise AdapterRefused(
             [
                 f"{planned.file_name} does not fit {_dtype_name(dtype)} (numbers too large); start with "
                 "--lora-dtype float32"
             ]
         )
-    is_zero = planned.scale == 0.0 or not halves[0].any() or not halves[1].any()
-    return LoraPair(a, b, planned.rank, planned.scale), bool(is_zero)
+    return LoraPair(a.tensor, b.tensor, planned.rank, planned.scale)
 
 
 def _report(plan: AdapterPlan, surface: ModelSurface, digest: str, *, is_zero_effect: bool) -> AdapterReport:

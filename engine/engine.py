@@ -264,6 +264,30 @@ class Engine:
         )  # fmt: skip
         return answers
 
+    def prefetch(self, name: str) -> None:
+        """Begin to bring an adapter into CPU memory and, where a row is free or idle, into it; returns at once.
+
+        For an adapter that will probably be asked for next. Whatever goes wrong is logged; the request will hear of it.
+        """
+        self._check_open()
+        self._intake_threads.submit(self._prefetch, name)
+
+    def _prefetch(self, name: str) -> None:
+        try:
+            handle = self.adapters.borrow(name)
+        except AppError as error:
+            logger.warning("event=prefetch_failed adapter=%s reason=%r", name, error.message)
+            return
+        slots = self._slots
+
+        def fill() -> None:
+            with handle:
+                if slots is not None:
+                    slots.prefetch(handle.generation)
+
+        if not self._loop.call(fill):
+            handle.release()
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineClosed("The server is shutting down; try again later.")

@@ -124,9 +124,9 @@ class EngineLoop:
                 request.handle.release()
             raise EngineClosed("The server is shutting down; try again later.")
 
-    def call(self, action: Callable[[], None]) -> None:
-        """Run something on the engine thread between two steps. Thread-safe; ignored while shutting down."""
-        self._post(action)
+    def call(self, action: Callable[[], None]) -> bool:
+        """Run something on the engine thread between two steps; False when the thread has ended. Thread-safe."""
+        return self._post(action)
 
     def close(self, drain_s: float) -> None:
         """Take no more requests, let those under way end for `drain_s` seconds, end the rest, and stop the thread."""

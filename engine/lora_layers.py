@@ -17,7 +17,8 @@ from torch import nn
 
 from adapters.surface import LinearSite
 from engine import ops
-from kernels import LoraMetadata, lora_add_group_
+from engine.lora_copies import GpuRowCopy, RowCopies
+from kernels import HAS_TRITON, LoraMetadata, lora_add_group_
 
 if TYPE_CHECKING:
     from adapters.generation import Generation
@@ -104,10 +105,8 @@ class LoraGroup:
         self._send_ranks(lora_slot)
 
     def clear(self, lora_slot: int) -> None:
-        """Zero row `lora_slot`."""
+        """Make the ranks of row `lora_slot` 0."""
         if any(self.host_ranks[lora_slot]):
-            self.lora_a[lora_slot] = 0
-            self.lora_b[lora_slot] = 0
             self.host_ranks[lora_slot] = [0] * len(self.names)
             self._send_ranks(lora_slot)
 
@@ -213,19 +212,28 @@ class LoraBuffers:
                 # A group is no tensor, so nn.Module keeps it as a plain attribute, out of the state dict.
                 setattr(module, _MEMBER, LoraMember(group, index))
             self._groups.append(group)
+        has_copies = bool(self._groups) and HAS_TRITON and self._groups[0].lora_a.is_cuda
+        self._copies = RowCopies(self._groups) if has_copies else None
 
     @property
     def num_bytes(self) -> int:
         """Memory of all buffers."""
-        return sum(group.lora_a.nbytes + group.lora_b.nbytes for group in self._groups)
+        num_bytes = sum(group.lora_a.nbytes + group.lora_b.nbytes for group in self._groups)
+        return num_bytes + (self._copies.num_bytes if self._copies else 0)
 
-    def write(self, lora_slot: int, generation: Generation) -> None:
-        """Copy a generation's weights into row `lora_slot` of every group."""
+    def write(self, lora_slot: int, generation: Generation) -> GpuRowCopy | None:
+        """Copy a generation's weights into row `lora_slot` of every group; on a GPU beside the running steps."""
+        if self._copies is not None:
+            return self._copies.start(lora_slot, generation)
         for group in self._groups:
             group.write(lora_slot, generation)
+        return None
 
     def clear(self, lora_slot: int) -> None:
-        """Zero row `lora_slot` of every group."""
+        """Make the ranks of row `lora_slot` 0 in every group."""
+        if self._copies is not None:
+            self._copies.clear(lora_slot)
+            return
         for group in self._groups:
             group.clear(lora_slot)
 

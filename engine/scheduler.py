@@ -112,6 +112,7 @@ class Scheduler:
             self._free(state, keep_content=keep_content)
         elif state.status is Status.WAITING:
             self.waiting.remove(state)
+            self._release_row(state)
         state.status = Status.FINISHED
         state.media_features.clear()
 
@@ -156,6 +157,8 @@ class Scheduler:
                 budget -= num_tokens
         if not preempted:
             self._admit(plan, budget)
+            if not self.running and self._await_row():  # Only where no step could run meanwhile.
+                self._admit(plan, budget)
         items = sorted(plan.values(), key=lambda item: item.state.lora_slot)
         return Plan(items, preempted)
 
@@ -197,29 +200,64 @@ class Scheduler:
                 passed.append(state)
                 rows_are_closed = rows_are_closed or state.times_passed >= self.max_passes
                 continue
-            matched = self._match_prefix(state)
-            num_tokens = min(len(state.token_ids) - len(matched) * self.block_size, budget)
             try:
+                if not self._take_row(state):
+                    passed.append(state)
+                    continue
+                matched = self._match_prefix(state)
+                num_tokens = min(len(state.token_ids) - len(matched) * self.block_size, budget)
                 has_room = self._start(state, matched, num_tokens)
             except Exception as error:
                 self.waiting.extendleft([state, *reversed(passed)])
                 raise AdmissionFault(state) from error
             if not has_room:
+                self._release_row(state)
                 self.waiting.appendleft(state)
                 break
             for earlier in passed:
+                if earlier.lora_slot >= 0:
+                    continue  # It has its row, and waits for the copy alone.
                 earlier.times_passed += 1
                 rows_are_closed = rows_are_closed or earlier.times_passed >= self.max_passes
             plan[id(state)] = _item(state, num_tokens)
             budget -= num_tokens
         self.waiting.extendleft(reversed(passed))
 
+    def _await_row(self) -> bool:
+        """Wait for the oldest request whose row is being filled; False where there is none."""
+        state = next((state for state in self.waiting if state.lora_slot >= 0), None)
+        if state is None:
+            return False
+        assert self.slots is not None and state.request.handle is not None
+        try:
+            self.slots.wait(state.request.handle.generation)
+        except Exception as error:
+            raise AdmissionFault(state) from error
+        return True
+
     def _may_take_row(self, state: RequestState, rows_are_closed: bool) -> bool:
         handle = state.request.handle
-        if handle is None:
+        if handle is None or state.lora_slot >= 0:
             return True
         assert self.slots is not None, "a request holds an adapter although adapters are off"
         return not rows_are_closed and self.slots.can_acquire(handle.generation)
+
+    def _take_row(self, state: RequestState) -> bool:
+        """Hold a row for the request's adapter; False while it is being filled, so that no step waits for a copy."""
+        if state.request.handle is None:
+            return True
+        assert self.slots is not None
+        if state.lora_slot < 0:
+            lora_slot = self.slots.acquire(state.request.handle.generation)
+            assert lora_slot is not None, "a LoRA row was promised and is gone"
+            state.lora_slot = lora_slot
+        return self.slots.is_ready(state.request.handle.generation)
+
+    def _release_row(self, state: RequestState) -> None:
+        if state.lora_slot >= 0:
+            assert self.slots is not None and state.request.handle is not None
+            self.slots.release(state.request.handle.generation)
+            state.lora_slot = -1
 
     def _match_prefix(self, state: RequestState) -> list[int]:
         """Cached blocks of the request's beginning; the last token is always computed, since its logits are needed."""
@@ -228,16 +266,11 @@ class Scheduler:
         return self.blocks.match(state.block_hashes[:num_usable])
 
     def _start(self, state: RequestState, matched: list[int], num_tokens: int) -> bool:
-        """Give a waiting request its blocks and LoRA row; no change and False when there are not enough blocks."""
+        """Give a waiting request its blocks; no change and False when there are not enough."""
         num_cached = len(matched) * self.block_size
         num_new = self._num_blocks(num_cached + num_tokens) - len(matched)
         if num_new + self.blocks.num_idle(matched) > self.blocks.num_free:
             return False
-        if state.request.handle is not None:  # First, since it alone can fail: nothing else is held then.
-            assert self.slots is not None
-            lora_slot = self.slots.acquire(state.request.handle.generation)
-            assert lora_slot is not None, "a LoRA row was promised and is gone"
-            state.lora_slot = lora_slot
         self.blocks.take(matched)
         fresh = self.blocks.allocate(num_new)
         assert fresh is not None, "free blocks were counted wrongly"
@@ -273,10 +306,7 @@ class Scheduler:
         state.blocks = []
         state.num_computed = 0
         state.num_published = 0
-        if state.lora_slot >= 0:
-            assert self.slots is not None and state.request.handle is not None
-            self.slots.release(state.request.handle.generation)
-            state.lora_slot = -1
+        self._release_row(state)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -292,9 +322,7 @@ class Scheduler:
         if self.slots is not None:
             self.slots.check_integrity()
         for state in self.waiting:
-            assert state.status is Status.WAITING and not state.blocks and state.lora_slot == -1, (
-                "a waiter holds things"
-            )
+            assert state.status is Status.WAITING and not state.blocks, "a waiter holds things"
         for state in self.running:
             assert state.status is Status.RUNNING
             assert len(state.blocks) * self.block_size >= state.num_computed, "a request lacks blocks"

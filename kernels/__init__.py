@@ -28,6 +28,7 @@ try:
     from kernels import lora as _lora
     from kernels import lora_embedding as _lora_embedding
     from kernels import paged_attention as _paged_attention
+    from kernels import scatter as _scatter
 except ImportError:  # no Triton for this platform
     HAS_TRITON = False
     MAX_HEAD_DIM = 0
@@ -48,6 +49,7 @@ __all__ = [
     "lora_embedding_add_",
     "lora_product",
     "paged_attention",
+    "scatter_rows_",
     "write_kv_",
 ]
 
@@ -185,3 +187,21 @@ def paged_attention(
             q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap, k=k, v=v
         )
     return reference.paged_attention(q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap)
+
+
+def scatter_rows_(source: torch.Tensor, table: torch.Tensor, max_elements: int) -> None:
+    """`target[r * stride + c] = source[start + r * length + c]` for r < rows, c < length, for each place of the table.
+
+    One launch on a GPU, however many places there are.
+
+    Args:
+        source: [S], contiguous.
+        table: [K, 5] int64 on the source's device: the address of `target`'s first element, `start`, `rows`, `length`
+            and `stride`. Targets have the source's type and device, do not overlap, and hold less than 2^31 elements.
+        max_elements: at least the largest `rows * length`.
+    """
+    if source.is_cuda:
+        assert HAS_TRITON, "torch has no scatter into addresses; copy place by place"
+        _scatter.scatter_rows_(source, table, max_elements)
+    else:
+        reference.scatter_rows_(source, table, max_elements)

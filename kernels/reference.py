@@ -5,6 +5,7 @@ Each function's first line is its meaning in slicing notation. No state, no allo
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -169,3 +170,22 @@ def _attend(
         mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
     weights = logits.masked_fill(~mask, float("-inf")).softmax(-1)
     return (weights @ v).to(q.dtype)
+
+
+def scatter_rows_(source: torch.Tensor, table: torch.Tensor, max_elements: int) -> None:
+    """`target[r * stride + c] = source[start + r * length + c]` for r < rows, c < length, for each place of the table.
+
+    Args:
+        source: [S], contiguous.
+        table: [K, 5] int64 on the source's device: the address of `target`'s first element, `start`, `rows`, `length`
+            and `stride`. Targets have the source's type and device, do not overlap, and hold less than 2^31 elements.
+        max_elements: at least the largest `rows * length`.
+    """
+    for address, start, num_rows, row_len, stride in table.tolist():
+        num_elements = num_rows * row_len
+        assert num_elements <= max_elements, "max_elements is too low"
+        if num_elements:
+            num_bytes = ((num_rows - 1) * stride + row_len) * source.element_size()
+            memory = (ctypes.c_char * num_bytes).from_address(address)
+            target = torch.frombuffer(memory, dtype=source.dtype).as_strided((num_rows, row_len), (stride, 1))
+            target.copy_(source[start : start + num_elements].view(num_rows, row_len))

@@ -150,3 +150,91 @@ def test_drops_may_come_from_other_threads(make) -> None:  # type: ignore[no-unt
         thread.join()
     pool.collect()
     assert pool.resident() == {}
+
+
+class Copy:
+    """A copy that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.state = "running"
+
+    def is_ready(self) -> bool:
+        if self.state == "failed":
+            raise RuntimeError("copy failed")
+        return self.state == "ready"
+
+    def has_failed(self) -> bool:
+        return self.state == "failed"
+
+    def wait(self) -> None:
+        if not self.is_ready():
+            self.state = "ready"
+
+
+class SlowRows(Rows):
+    """Rows that are filled in the background."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.copies: dict[str, Copy] = {}
+
+    def write(self, lora_slot: int, generation: Generation) -> Copy:
+        super().write(lora_slot, generation)
+        self.copies[generation.digest] = Copy()
+        return self.copies[generation.digest]
+
+
+def test_a_row_is_ready_when_its_copy_is(make) -> None:  # type: ignore[no-untyped-def]
+    rows = SlowRows(1)
+    pool = SlotPool(1, rows)
+    assert pool.acquire(make("a")) == 0 and not pool.is_ready(make("a")) and not pool.can_acquire(make("b"))
+    rows.copies["a"].state = "ready"
+    assert pool.is_ready(make("a"))
+    pool.release(make("a"))
+    pool.acquire(make("b"))
+    pool.wait(make("b"))
+    assert rows.copies["b"].state == "ready" and pool.is_ready(make("b"))
+    synchronous = SlotPool(1, Rows(1))
+    synchronous.acquire(make("a"))
+    assert synchronous.is_ready(make("a"))
+
+
+@pytest.mark.parametrize("ask", ["is_ready", "wait"])
+def test_a_copy_that_fails_later_frees_the_row_after_its_last_reference(make, ask: str) -> None:  # type: ignore[no-untyped-def]
+    rows = SlowRows(1)
+    pool = SlotPool(1, rows)
+    pool.acquire(make("a"))
+    pool.acquire(make("a"))
+    rows.copies["a"].state = "failed"
+    for num_left in (1, 0):
+        with pytest.raises(RuntimeError, match="copy failed"):
+            getattr(pool, ask)(make("a"))
+        pool.release(make("a"))
+        assert pool.num_refs("a") == num_left
+        pool.check_integrity()
+    assert pool.resident() == {} and rows.rows == [None]
+    pool.acquire(make("a"))
+    assert not pool.is_ready(make("a")) and pool.loads == 2
+
+
+def test_prefetch_fills_a_free_or_idle_row_and_leaves_rows_in_use(make) -> None:  # type: ignore[no-untyped-def]
+    rows = SlowRows(1)
+    pool = SlotPool(1, rows)
+    pool.prefetch(make("a"))
+    pool.prefetch(make("a"))
+    assert pool.resident() == {"a": 0} and pool.num_refs("a") == 0 and pool.loads == 1
+    pool.prefetch(make("b"))  # While the copy of "a" is under way: the later write counts.
+    assert pool.resident() == {"b": 0} and rows.rows == ["b"]
+    pool.acquire(make("b"))
+    pool.prefetch(make("c"))
+    assert pool.resident() == {"b": 0}
+    pool.check_integrity()
+
+
+def test_a_prefetch_that_failed_is_tried_again_by_the_request(make) -> None:  # type: ignore[no-untyped-def]
+    rows = SlowRows(1)
+    pool = SlotPool(1, rows)
+    pool.prefetch(make("a"))
+    rows.copies["a"].state = "failed"
+    assert pool.acquire(make("a")) == 0 and pool.loads == 2 and not pool.is_ready(make("a"))
+    pool.check_integrity()

@@ -491,13 +491,13 @@ def test_files_that_are_overwritten_during_the_read_are_refused(
     reference: Path, surface: ModelSurface, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = edit(reference, tmp_path / "x")
-    real = TensorFile.read
+    real = TensorFile.read_into
 
-    def read(file: TensorFile, entry: TensorEntry) -> Any:
+    def read_into(file: TensorFile, entry: TensorEntry, memory: memoryview) -> None:
         os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
-        return real(file, entry)
+        real(file, entry, memory)
 
-    monkeypatch.setattr(TensorFile, "read", read)
+    monkeypatch.setattr(TensorFile, "read_into", read_into)
     assert "written to while it was read" in refusal(folder, surface)
 
 

@@ -11,7 +11,7 @@ import pytest
 from adapters.slots import SlotPool
 from engine.block_pool import BlockPool
 from engine.request import SamplingParams
-from engine.scheduler import Plan, Scheduler
+from engine.scheduler import AdmissionFault, Plan, Scheduler
 from engine.state import RequestState, Status
 
 
@@ -20,6 +20,37 @@ class _Writer:
 
     def write(self, lora_slot: int, generation: Any) -> None: ...
     def clear(self, lora_slot: int) -> None: ...
+
+
+class _Copy:
+    """A copy into a row that ends when the test says so, or when the scheduler waits for it."""
+
+    def __init__(self) -> None:
+        self.is_done = self.is_broken = False
+        self.num_waits = 0
+
+    def is_ready(self) -> bool:
+        if self.is_broken:
+            raise RuntimeError("out of memory")
+        return self.is_done
+
+    def has_failed(self) -> bool:
+        return self.is_broken
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        self.is_done = self.is_ready() or True
+
+
+class _SlowWriter(_Writer):
+    """Rows that are filled in the background."""
+
+    def __init__(self) -> None:
+        self.copies: dict[str, _Copy] = {}
+
+    def write(self, lora_slot: int, generation: Any) -> _Copy:  # type: ignore[override]
+        self.copies[generation.digest] = _Copy()
+        return self.copies[generation.digest]
 
 
 def _generation(digest: str) -> Any:
@@ -40,9 +71,9 @@ def _state(number: int, prompt: list[int], generation: Any = None, max_tokens: i
     )  # fmt: skip
 
 
-def _scheduler(num_blocks: int = 30, num_rows: int = 2, **settings: Any) -> Scheduler:
+def _scheduler(num_blocks: int = 30, num_rows: int = 2, writer: Any = None, **settings: Any) -> Scheduler:
     defaults: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 20, "block_size": 4}
-    return Scheduler(BlockPool(num_blocks), SlotPool(num_rows, _Writer()), **{**defaults, **settings})
+    return Scheduler(BlockPool(num_blocks), SlotPool(num_rows, writer or _Writer()), **{**defaults, **settings})
 
 
 def _run_step(scheduler: Scheduler, chooser: random.Random) -> list[RequestState]:
@@ -205,3 +236,104 @@ def test_running_a_step_ahead_leaks_nothing_and_loses_no_token(seed: int) -> Non
     assert all(state.status is Status.FINISHED and 1 <= state.num_outputs <= 5 for state in states)
     assert all(state.num_in_flight == 0 for state in states)
     assert scheduler.num_preemptions > 0 and num_refused > 0, "room never ran out, so half of this was not tried"
+
+
+def test_no_request_runs_on_a_row_that_is_being_filled_and_others_run_meanwhile() -> None:
+    writer, chooser = _SlowWriter(), random.Random(0)
+    scheduler = _scheduler(num_rows=2, writer=writer, max_passes=2)
+    base, cold = _state(0, [1, 2]), _state(1, [1, 2], _generation("a"))
+    scheduler.add(base)
+    _run_step(scheduler, chooser)
+    scheduler.add(cold)
+    for number in range(2, 6):
+        late = _state(number, [3])
+        scheduler.add(late)
+        assert _run_step(scheduler, chooser) == [base, late]
+        assert cold.status is Status.WAITING and cold.lora_slot >= 0 and cold.times_passed == 0
+        scheduler.finish(late)
+    assert writer.copies["a"].num_waits == 0
+    writer.copies["a"].is_done = True
+    assert set(map(id, _run_step(scheduler, chooser))) == {id(base), id(cold)}
+
+
+def test_a_row_that_is_being_filled_is_not_taken_by_a_younger_request() -> None:
+    writer, chooser = _SlowWriter(), random.Random(0)
+    scheduler = _scheduler(num_rows=1, writer=writer)
+    base, first, second = _state(0, [1, 2]), _state(1, [1, 2], _generation("a")), _state(2, [1, 2], _generation("b"))
+    for state in (base, first, second):
+        scheduler.add(state)
+    assert _run_step(scheduler, chooser) == [base] == _run_step(scheduler, chooser)
+    writer.copies["a"].is_done = True
+    assert set(map(id, _run_step(scheduler, chooser))) == {id(base), id(first)} and "b" not in writer.copies
+    scheduler.finish(first)
+    assert _run_step(scheduler, chooser) == [base] and second.lora_slot == 0
+    writer.copies["b"].is_done = True
+    assert set(map(id, _run_step(scheduler, chooser))) == {id(base), id(second)}
+
+
+def test_a_step_waits_for_a_copy_only_where_nothing_else_could_run() -> None:
+    writer, chooser = _SlowWriter(), random.Random(0)
+    scheduler = _scheduler(num_rows=2, writer=writer)
+    first, second = _state(0, [1, 2], _generation("a")), _state(1, [1, 2], _generation("b"))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert _run_step(scheduler, chooser) == [first]
+    assert writer.copies["a"].num_waits == 1 and writer.copies["b"].num_waits == 0
+    assert _run_step(scheduler, chooser) == [first]
+    scheduler.finish(first)
+    assert _run_step(scheduler, chooser) == [second] and writer.copies["b"].num_waits == 1
+
+
+def test_an_aborted_request_gives_the_row_back_while_it_is_being_filled() -> None:
+    writer, chooser = _SlowWriter(), random.Random(0)
+    scheduler = _scheduler(num_rows=1, writer=writer)
+    base, cold, other = _state(0, [1, 2]), _state(1, [1, 2], _generation("a")), _state(2, [1], _generation("b"))
+    scheduler.add(base)
+    scheduler.add(cold)
+    _run_step(scheduler, chooser)
+    scheduler.finish(cold)
+    scheduler.check_integrity()
+    scheduler.add(other)
+    _run_step(scheduler, chooser)
+    assert cold.lora_slot == -1 and scheduler.slots is not None and scheduler.slots.resident() == {"b": 0}
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_copy_that_fails_fails_the_requests_that_need_it_and_no_other(is_alone: bool) -> None:
+    writer, chooser = _SlowWriter(), random.Random(0)
+    scheduler = _scheduler(num_rows=1, writer=writer)
+    cold = [_state(number, [1, 2], _generation("a")) for number in (1, 2)]
+    base = _state(0, [1, 2])
+    if not is_alone:
+        scheduler.add(base)
+        _run_step(scheduler, chooser)
+        for state in cold:
+            scheduler.add(state)
+        _run_step(scheduler, chooser)
+        assert len(writer.copies) == 1 and all(state.lora_slot == 0 for state in cold)
+        writer.copies["a"].is_broken = True
+    else:
+        writer.write = lambda lora_slot, generation: broken  # type: ignore[method-assign]
+        broken = _Copy()
+        broken.is_broken = True
+        for state in cold:
+            scheduler.add(state)
+    for state in cold:
+        with pytest.raises(AdmissionFault) as caught:
+            scheduler.schedule()
+        assert caught.value.state is state
+        scheduler.finish(state)
+        scheduler.check_integrity()
+    assert scheduler.slots is not None and scheduler.slots.resident() == {}
+    if not is_alone:
+        assert _run_step(scheduler, chooser) == [base]
+
+
+def test_a_request_without_room_for_its_keys_gives_its_row_back() -> None:
+    writer, chooser = _Writer(), random.Random(0)
+    scheduler = _scheduler(num_blocks=4, num_rows=1, writer=writer)
+    big, cold = _state(0, [1] * 11), _state(1, [2] * 9, _generation("a"))
+    scheduler.add(big)
+    scheduler.add(cold)
+    _run_step(scheduler, chooser)
+    assert big.status is Status.RUNNING and cold.status is Status.WAITING and cold.lora_slot == -1

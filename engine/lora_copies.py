@@ -1,0 +1,239 @@
+"""Adapters' way into the LoRA rows of a GPU, beside the running steps.
+
+An adapter's slab (see `adapters/slab`) goes in chunks through a small ring of page-locked buffers to a staging buffer on
+the device, by several threads; one launch then scatters it into the fixed buffers of all groups, another writes the
+ranks. All of that runs on a stream of its own. The order is kept by events in both ways: the scatter waits on the device
+for every step launched before the row was given away, and no step reads the row before the copy's event. CPU memory of
+adapters stays ordinary memory: page-locking it would stop the device for longer than copying takes. Called by
+`engine/lora_layers` on the engine thread.
+
+M modules of a group, N rows, R rank of the buffers.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from adapters.slab import padded_len
+from kernels import scatter_rows_
+
+if TYPE_CHECKING:
+    from adapters.generation import Generation
+    from engine.lora_layers import LoraGroup
+
+CHUNK_BYTES = 4 << 20
+NUM_CHUNKS = 8
+NUM_THREADS = 4
+"""One thread copies about 10 GB/s in CPU memory; four keep a PCIe 5 link busy."""
+
+
+_Row = tuple[int, int, int, int, int]
+"""A place of `kernels.scatter_rows_`."""
+
+
+class GpuRowCopy:
+    """A copy under way; see `adapters.slots.RowCopy`."""
+
+    def __init__(self, queued: Future[torch.cuda.Event]) -> None:
+        self._queued = queued
+
+    def is_ready(self) -> bool:
+        """Whether the row can be read; asks without waiting. Raises what made the copy fail."""
+        return self._queued.done() and self._queued.result().query()
+
+    def has_failed(self) -> bool:
+        """Whether it has ended in a fault."""
+        return self._queued.done() and self._queued.exception() is not None
+
+    def wait(self) -> None:
+        """Make what the current stream runs from now on wait for the copy; blocks only until it is queued."""
+        self._queued.result().wait()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one module's halves lie in row 0, and how many bytes the rows are apart."""
+
+    a_address: int
+    a_row_bytes: int
+    b_address: int
+    b_row_bytes: int
+
+
+class RowCopies:
+    """Writes adapters into the rows of groups on one CUDA device, one after the other.
+
+    Holds `num_bytes` on the device (one row's worth) and 32 MiB of page-locked memory, from the start: taking either
+    later would make running steps wait.
+    """
+
+    def __init__(self, groups: Sequence[LoraGroup]) -> None:
+        self._groups = groups
+        self._device = groups[0].lora_a.device
+        self._dtype = groups[0].lora_a.dtype
+        self._max_rank = groups[0].lora_a.shape[2]
+        self._places = dict(_places(groups))
+        self._stream = torch.cuda.Stream(self._device)
+        self._staging = torch.zeros(_slab_len(groups), dtype=self._dtype, device=self._device)
+        self._max_elements = max(
+            max(self._max_rank * group.lora_a.shape[3], group.lora_b[0].numel()) for group in groups
+        )
+        self._table = _Mirror(2 * len(self._places) + len(groups), 5, torch.int64, self._device)
+        self._ranks = _Mirror(len(self._places), 1, torch.int32, self._device)
+        self._free_chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
+        for _ in range(NUM_CHUNKS):
+            self._free_chunks.put(_Chunk())
+        self._latest = torch.cuda.Event()
+        self._in_order = ThreadPoolExecutor(1, thread_name_prefix="lora-copy")
+        self._senders = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="lora-send")
+        # Compiles the kernel for both types: row 0 of the new buffers gets the zeros that it holds.
+        nothing = [(self._places[name].b_address, 0, 1, 1, 1) for name in groups[0].names]
+        self._in_order.submit(self._scatter, 0, {}, self._event_now(), nothing).result().synchronize()
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the staging buffer."""
+        return self._staging.nbytes
+
+    def start(self, lora_slot: int, generation: Generation) -> GpuRowCopy:
+        """Begin to fill a row that no later step will read before the copy is ready."""
+        return GpuRowCopy(self._in_order.submit(self._copy, lora_slot, generation, self._event_now()))
+
+    def clear(self, lora_slot: int) -> None:
+        """Make the row's ranks 0, so that it adds nothing."""
+        self._in_order.submit(self._scatter, lora_slot, {}, self._event_now())
+
+    def _event_now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _copy(self, lora_slot: int, generation: Generation, steps: torch.cuda.Event) -> torch.cuda.Event:
+        """On the copy thread: queue everything, and return the event of its end."""
+        self._send(slab_of(generation))
+        rows: list[_Row] = []
+        for name, pair in generation.pairs.items():
+            place = self._places[name]
+            a, b = place.a_address + lora_slot * place.a_row_bytes, place.b_address + lora_slot * place.b_row_bytes
+            rank, in_features = pair.a.shape
+            rows.append((a, int(pair.a.storage_offset()), rank, in_features, in_features))
+            rows.append((b, int(pair.b.storage_offset()), pair.b.shape[0], rank, self._max_rank))
+        return self._scatter(lora_slot, {name: pair.rank for name, pair in generation.pairs.items()}, steps, rows)
+
+    def _scatter(
+        self,
+        lora_slot: int,
+        rank_of: dict[str, int],
+        steps: torch.cuda.Event,
+        rows: Sequence[_Row] = (),
+    ) -> torch.cuda.Event:
+        """Scatter the staged `rows`, and the ranks of all modules, 0 where `rank_of` lacks them."""
+        ranks: list[int] = []
+        rank_rows: list[_Row] = []
+        for group in self._groups:
+            host_ranks = [rank_of.get(name, 0) for name in group.names]
+            group.host_ranks[lora_slot] = host_ranks
+            address = group.ranks.data_ptr() + lora_slot * len(host_ranks) * group.ranks.element_size()
+            rank_rows.append((address, len(ranks), 1, len(host_ranks), len(host_ranks)))
+            ranks += host_ranks
+        self._latest.synchronize()  # The host's side of the tables is free again.
+        self._table.host[: len(rows) + len(rank_rows)] = np.array([*rows, *rank_rows], np.int64)
+        self._ranks.host[:, 0] = ranks
+        with torch.cuda.stream(self._stream):
+            self._table.send()
+            self._ranks.send()
+            self._stream.wait_event(steps)
+            table = self._table.device
+            scatter_rows_(self._staging, table[: len(rows)], self._max_elements)
+            scatter_rows_(self._ranks.device.view(-1), table[len(rows) : len(rows) + len(rank_rows)], len(ranks))
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            self._latest = event
+        return event
+
+    def _send(self, slab: torch.Tensor) -> None:
+        """Queue the transfer of a slab to the staging buffer; returns when the slab's memory is no longer needed."""
+        assert slab.dtype == self._dtype and slab.numel() <= self._staging.numel(), "a slab of another server"
+        source, target = slab.view(torch.uint8).numpy(), self._staging.view(torch.uint8)
+        futures = [
+            self._senders.submit(self._send_chunk, source[start : start + CHUNK_BYTES], target[start:])
+            for start in range(0, len(source), CHUNK_BYTES)
+        ]
+        wait(futures)  # All of them, also after a fault: none may write into the staging buffer later.
+        for future in futures:
+            future.result()
+
+    def _send_chunk(self, source: np.ndarray, target: torch.Tensor) -> None:
+        chunk = self._free_chunks.get()
+        try:
+            chunk.event.synchronize()
+            np.copyto(chunk.array[: len(source)], source)
+            with torch.cuda.stream(self._stream):
+                target[: len(source)].copy_(chunk.memory[: len(source)], non_blocking=True)
+                chunk.event.record(self._stream)
+        finally:
+            self._free_chunks.put(chunk)
+
+
+class _Chunk:
+    """A page-locked buffer, and the event after which it may be filled again."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.array = self.memory.numpy()
+        self.event = torch.cuda.Event()
+
+
+class _Mirror:
+    """A small table on the device, and the page-locked memory that it is filled from."""
+
+    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._pinned = torch.zeros(num_rows, num_columns, dtype=dtype, pin_memory=True)
+        self.host = self._pinned.numpy()
+        self.device = torch.zeros(num_rows, num_columns, dtype=dtype, device=device)
+
+    def send(self) -> None:
+        self.device.copy_(self._pinned, non_blocking=True)
+
+
+def slab_of(generation: Generation) -> torch.Tensor:
+    """[S] in the serving type: the memory that all pairs of a generation are views of."""
+    halves = [half for pair in generation.pairs.values() for half in (pair.a, pair.b)]
+    storage = halves[0].untyped_storage()
+    assert len({half.untyped_storage().data_ptr() for half in halves}) == 1, "pairs outside the slab"
+    assert all(half.is_contiguous() for half in halves), "a half that is not in one piece"
+    return torch.empty(0, dtype=halves[0].dtype).set_(storage)
+
+
+def _places(groups: Sequence[LoraGroup]) -> Iterator[tuple[str, _Place]]:
+    for group in groups:
+        start = 0
+        for index, (name, end) in enumerate(zip(group.names, group.slice_ends, strict=True)):
+            yield (
+                name,
+                _Place(
+                    group.lora_a[0, index].data_ptr(),
+                    group.lora_a[0].nbytes,
+                    group.lora_b[0, start].data_ptr(),
+                    group.lora_b[0].nbytes,
+                ),
+            )
+            start = end
+
+
+def _slab_len(groups: Sequence[LoraGroup]) -> int:
+    """Elements of the largest slab that fits: every module at the full rank."""
+    total = 0
+    for group in groups:
+        max_rank, in_features = group.lora_a.shape[2:]
+        ends = group.slice_ends
+        for start, end in zip((0, *ends[:-1]), ends, strict=True):
+            total += padded_len(max_rank * in_features) + padded_len((end - start) * max_rank)
+    return total

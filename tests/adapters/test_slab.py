@@ -1,0 +1,222 @@
+"""The slab: what lies in it is what was stored, however it is read; its digest follows the content alone."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import shutil
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import adapters.slab
+from adapters.errors import AdapterRefused
+from adapters.folder import AdapterFolder
+from adapters.intake import read_generation
+from adapters.manager import AdapterManager
+from adapters.plan import plan_adapter
+from adapters.slab import Half, read_slab
+from adapters.surface import ModelSurface
+from adapters.weights import read_adapter
+from tests.adapters.world import edit
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def save_mixed(reference: Path, folder: Path, dtypes: list[torch.dtype], alpha: float = 8.0) -> Path:
+    """The reference adapter with its tensors stored in these types, in turn."""
+
+    def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensors[name].to(dtypes[index % len(dtypes)]) for index, name in enumerate(sorted(tensors))}
+
+    return edit(reference, folder, tensors=convert, config={"lora_alpha": alpha})
+
+
+@pytest.mark.parametrize("serving", DTYPES[1:])
+@pytest.mark.parametrize("stored", [*([dtype] for dtype in DTYPES), [torch.float32, torch.bfloat16, torch.float16]])
+@pytest.mark.parametrize("alpha", [4.0, 9.3, -1.0])
+def test_pairs_are_the_stored_numbers_scaled_in_float32_and_rounded_once(
+    reference: Path,
+    surface: ModelSurface,
+    tmp_path: Path,
+    stored: list[torch.dtype],
+    serving: torch.dtype,
+    alpha: float,
+) -> None:
+    folder = save_mixed(reference, tmp_path / "x", stored, alpha)
+    _, pairs, _ = read_adapter(folder, replace(surface, lora_dtype=serving))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert len(pairs) == 4
+    for name, pair in pairs.items():
+        a, b = (tensors[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        assert torch.equal(pair.a, a.to(serving)) and pair.a.dtype == serving
+        assert torch.equal(pair.b, b.to(serving) if alpha == 4.0 else (b.float() * (alpha / 4)).to(serving))
+
+
+def test_all_pairs_are_aligned_views_of_one_storage(reference: Path, surface: ModelSurface) -> None:
+    _, pairs, report = read_adapter(reference, surface)
+    halves = [half for pair in pairs.values() for half in (pair.a, pair.b)]
+    assert len({half.untyped_storage().data_ptr() for half in halves}) == 1
+    assert all(half.storage_offset() % adapters.slab.ALIGNMENT == 0 and half.is_contiguous() for half in halves)
+    assert report.num_bytes == sum(half.nbytes for half in halves) <= halves[0].untyped_storage().nbytes()
+
+
+def read_with(folder: Path, surface: ModelSurface, max_threads: int) -> list[Half]:
+    with AdapterFolder(folder) as files:
+        plan = plan_adapter(files, surface)
+        halves = [Half(place, scale) for pair in plan.pairs.values() for place, scale in ((pair.a, 1.0), (pair.b, 3.0))]
+        read_slab(halves, surface.lora_dtype, max_threads=max_threads)
+    return halves
+
+
+@pytest.mark.parametrize("max_threads", [1, 2, 5])
+def test_the_number_of_threads_changes_nothing(
+    reference: Path, surface: ModelSurface, monkeypatch: pytest.MonkeyPatch, max_threads: int
+) -> None:
+    whole = read_with(reference, surface, 1)
+    monkeypatch.setattr(adapters.slab, "_JOB_BYTES", 1000)  # a job for each half
+    for one, other in zip(whole, read_with(reference, surface, max_threads), strict=True):
+        assert torch.equal(one.tensor, other.tensor)
+        assert (one.tensor_hash, one.peak) == (other.tensor_hash, other.peak)
+        assert one.peak == pytest.approx(float(one.tensor.abs().max()) / one.factor)
+        assert (
+            one.tensor_hash == hashlib.sha256((one.tensor / one.factor).numpy().tobytes()).digest() or one.factor != 1
+        )
+
+
+def test_the_digest_does_not_follow_the_order_in_the_file_and_does_follow_a_single_bit(
+    reference: Path, surface: ModelSurface, tmp_path: Path
+) -> None:
+    digest = read_adapter(reference, surface)[2].digest
+    rows = load_file(reference / "adapter_model.safetensors")
+    swapped = tmp_path / "swapped"
+    shutil.copytree(reference, swapped)
+    write_reversed(rows, swapped / "adapter_model.safetensors")
+    assert (swapped / "adapter_model.safetensors").read_bytes() != (
+        reference / "adapter_model.safetensors"
+    ).read_bytes()
+    assert read_adapter(swapped, surface)[2].digest == digest
+    for name in rows:
+        changed = {key: tensor.clone() for key, tensor in rows.items()}
+        changed[name].view(torch.int32).view(-1)[-1] ^= 1
+        save_file(changed, swapped / "adapter_model.safetensors")
+        assert read_adapter(swapped, surface)[2].digest != digest
+
+
+def write_reversed(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """A safetensors file with the tensors' bytes in the reverse order of their names."""
+    header, body = {}, b""
+    for name in sorted(tensors, reverse=True):
+        raw = tensors[name].numpy().tobytes()
+        header[name] = {
+            "dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [len(body), len(body) + len(raw)],
+        }  # fmt: skip
+        body += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_none_are_found_in_every_stored_type(
+    reference: Path, surface: ModelSurface, tmp_path: Path, dtype: torch.dtype, value: float
+) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        tensors[max(tensors)][-1, -1] = value
+        return tensors
+
+    folder = edit(reference, tmp_path / "x", tensors=spoil)
+    with pytest.raises(AdapterRefused, match=r"layers\.1\.self_attn\.v_proj\.lora_B\.weight holds NaN or infinity"):
+        read_adapter(folder, surface)
+
+
+def test_a_reader_that_fails_is_heard_after_all_have_ended(
+    reference: Path, surface: ModelSurface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters.slab, "_JOB_BYTES", 1)
+    num_read = 0
+
+    class Failing:
+        name, shape, dtype = "x", (4, 64), "F32"
+
+        def read_into(self, memory: memoryview) -> None:
+            raise OSError("disk")
+
+    class Counting(Failing):
+        def read_into(self, memory: memoryview) -> None:
+            nonlocal num_read
+            num_read += 1
+
+    with pytest.raises(OSError, match="disk"):
+        read_slab([Half(Failing(), 1.0), *(Half(Counting(), 1.0) for _ in range(9))], torch.float32)
+    assert num_read == 9
+
+
+def test_threads_and_jobs_keep_nothing_of_an_adapter(
+    reference: Path, surface: ModelSurface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters.slab, "_JOB_BYTES", 1)
+    made: list[weakref.ref[torch.Tensor]] = []
+    empty = adapters.slab._empty
+
+    def watched(length: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = empty(length, dtype)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(adapters.slab, "_empty", watched)
+    generation = read_generation(reference, replace(surface, lora_dtype=torch.bfloat16))
+    halves = [weakref.ref(half) for pair in generation.pairs.values() for half in (pair.a, pair.b)]
+    assert len(made) == 3 and all(half() is not None for half in halves)  # the slab, and scratch for A and for B
+    del generation
+    gc.collect()
+    assert all(tensor() is None for tensor in (*halves, *made))
+
+
+def first_format(folder: Path, surface: ModelSurface) -> str:
+    """The digest as the first version of the program computed it, written out again."""
+    digest = hashlib.sha256()
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, pair in sorted(read_adapter(folder, surface)[1].items()):
+        for half in "AB":
+            tensor = tensors[f"base_model.model.{name}.lora_{half}.weight"]
+            digest.update(json.dumps([name, "F32", list(tensor.shape), repr(pair.scale)]).encode())
+            digest.update(tensor.numpy().tobytes())
+    return "sha256:" + digest.hexdigest()
+
+
+def test_a_catalogue_of_the_first_format_goes_on_and_still_notices_changes(
+    reference: Path, surface: ModelSurface, tmp_path: Path
+) -> None:
+    def manager() -> AdapterManager:
+        return AdapterManager(surface, adapter_dir=tmp_path / "dir", max_cpu_loras=2)
+
+    files = {path.name: path.read_bytes() for path in reference.iterdir() if path.name != "README.md"}
+    old = first_format(reference, surface)
+    first = manager()
+    new = first.install_upload("sql", files).generation
+    assert new != old
+    first._open_vault().catalog._db.execute("UPDATE versions SET digest = ?", (old,))
+    first.close()
+
+    second = manager()
+    second.restore()
+    with second.acquire("sql") as handle:
+        assert handle.generation.digest == handle.generation.report.digest == old == second.get("sql").generation
+    assert second.rollback("sql", old).generation == old
+    second.check_integrity()
+    second.close()
+
+    weights = next((tmp_path / "dir").glob("adapters/*/adapter_model.safetensors"))
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights)
+    third = manager()
+    third.restore()
+    with pytest.raises(AdapterRefused, match="changed after it was loaded"):
+        third.acquire("sql")
+    third.close()

@@ -1,0 +1,136 @@
+"""Adapters are copied to the GPU while decode graphs run, and no token of any request changes for it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from adapters.intake import read_generation
+from engine import Engine, EngineConfig, SamplingParams
+from engine.answer import Answer
+from engine.config import LoRAModule
+from engine.lora_layers import LoraBuffers
+from engine.request import TokenPrompt
+from kernels import LoraMetadata
+from tests.adapters.world import surface_of
+from tests.oracles import random_ids
+
+pytestmark = pytest.mark.gpu
+
+LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path) -> Iterator[Engine]:
+    modules = [LoRAModule(name, str(path)) for name, path in llama_adapters.items()]
+    engine = Engine(
+        EngineConfig(
+            model=str(llama_dir), device="cuda", dtype="float32", kv_cache_memory_mb=64, lora_modules=modules,
+            max_loras=3, max_lora_rank=16, max_num_batched_tokens=50, max_num_seqs=7, max_model_len=200,
+            enable_prefix_caching=False, adapter_dir=str(tmp_path),
+        ),
+        checks_integrity=True,
+    )  # fmt: skip
+    yield engine
+    engine.close()
+    engine.check_integrity()
+
+
+def tokens(answer: Answer) -> list[int]:
+    return [token_id for delta in answer for token_id in delta.token_ids]
+
+
+def start(engine: Engine, seed: int, name: str | None, sampling: SamplingParams) -> Answer:
+    return engine.start_sync(TokenPrompt(random_ids(9, seed)), sampling, lora=name)[0]
+
+
+def test_tokens_are_those_of_a_quiet_run_while_adapters_come_and_go(
+    engine: Engine, llama_adapters: dict[str, Path]
+) -> None:
+    streams = [(1, None), (2, "qv"), (3, "qv"), (4, None)]
+    others = sorted(set(llama_adapters) - {"qv"})
+    shorts = {(seed, name): tokens(start(engine, seed, name, SHORT)) for seed in (5, 6, 7) for name in others}
+    assert len(set(map(tuple, shorts.values()))) > 3, "the adapters must differ"
+    quiet = [tokens(start(engine, seed, name, LONG)) for seed, name in streams]
+    chance, num_done = random.Random(0), 0
+    for _ in range(4):
+        answers = [start(engine, seed, name, LONG) for seed, name in streams]
+        asked = []
+        for _ in range(12):
+            name, seed = chance.choice(others), chance.choice((5, 6, 7))
+            engine.adapters.load("swapped", str(llama_adapters[name]), load_inplace=True)
+            if chance.random() < 0.5:
+                engine.prefetch(chance.choice(others))
+            asked.append(((seed, name), start(engine, seed, "swapped", SHORT)))
+            if chance.random() < 0.3:
+                engine.adapters.unload("swapped")
+        for key, answer in asked:
+            assert tokens(answer) == shorts[key]
+            num_done += 1
+        assert [tokens(answer) for answer in answers] == quiet
+    assert num_done == 48
+
+
+def test_memory_of_rows_and_of_page_locked_buffers_stays_flat(engine: Engine, llama_adapters: dict[str, Path]) -> None:
+    def go_around() -> tuple[int, int]:
+        for name, path in llama_adapters.items():
+            engine.adapters.load("swapped", str(path), load_inplace=True)
+            tokens(start(engine, 1, "swapped", SHORT))
+            tokens(start(engine, 1, name, SHORT))
+        engine.adapters.unload("swapped")
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+    before = go_around()
+    for _ in range(5):
+        after = go_around()
+    assert abs(after[0] - before[0]) < 2**20 and after[1] == before[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_hold_what_the_plain_copy_puts_there(
+    llama_adapters: dict[str, Path], dtype: torch.dtype, llama_dir: Path
+) -> None:
+    buffers = {}
+    for device in ("cpu", "cuda"):
+        model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=dtype).to(device)
+        surface = surface_of(model, lora_dtype=dtype)
+        metadata = {"decoder": LoraMetadata(8, 3, torch.device(device), max_columns=48, max_in=256)}
+        buffers[device] = LoraBuffers(model, surface.linears, metadata, num_slots=3, max_rank=16, dtype=dtype)
+    on_gpu = buffers["cuda"]._groups
+    generations = [read_generation(path, surface) for path in llama_adapters.values()]
+    chance = random.Random(0)
+    for _ in range(20):
+        lora_slot, generation = chance.randrange(3), chance.choice(generations)
+        torch.cuda._sleep(50_000_000)  # Steps that are still to read the row as it was.
+        reads = [group.lora_a[lora_slot].clone() for group in on_gpu]
+        expected = [group.lora_a[lora_slot].clone() for group in buffers["cpu"]._groups]
+        copy = buffers["cuda"].write(lora_slot, generation)
+        assert copy is not None and not copy.has_failed()
+        copy.wait()
+        after = [group.lora_a[lora_slot].clone() for group in on_gpu]  # On the current stream: after the copy.
+        buffers["cpu"].write(lora_slot, generation)
+        for index, (group, wanted) in enumerate(zip(on_gpu, buffers["cpu"]._groups, strict=True)):
+            assert torch.equal(reads[index].cpu(), expected[index])
+            assert group.host_ranks == wanted.host_ranks and group.ranks.tolist() == wanted.host_ranks
+            start = 0
+            for member, end in enumerate(group.slice_ends):
+                rank = wanted.host_ranks[lora_slot][member]
+                assert torch.equal(after[index][member, :rank].cpu(), wanted.lora_a[lora_slot, member, :rank])
+                assert torch.equal(
+                    group.lora_b[lora_slot, start:end, :rank].cpu(), wanted.lora_b[lora_slot, start:end, :rank]
+                )
+                start = end
+    buffers["cuda"].clear(1)
+    while not buffers["cuda"].write(0, generations[0]).is_ready():  # type: ignore[union-attr]
+        time.sleep(0.001)
+    assert all(not any(group.ranks[1].tolist()) for group in on_gpu)
