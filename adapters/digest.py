@@ -1,4 +1,4 @@
-"""The hash that names an adapter's content: one a tensor, so that threads can share the work, and one over those.
+"""The hash that names an adapter's content: one a piece, so that threads can share the work, and one over those.
 
 It follows the stored bytes, types, shapes, layers and effective scales, and nothing else: not the files' layout, names or
 number, nor the threads. Called by `weights`, also for the hash that earlier versions of this program computed.
@@ -11,17 +11,19 @@ import json
 from collections.abc import Iterable
 
 from adapters.plan import AdapterPlan, PlannedPair
-from adapters.slab import Half, Place
+from adapters.slab import Place
 
 _FORMAT = b"switchboard adapter content 2\n"
 
 
-def content_hash(halves: Iterable[tuple[PlannedPair, Half]]) -> hashlib._Hash:
-    """sha256 over what `read_slab` has filled in, in the plan's order, A before B."""
+def content_hash(plan: AdapterPlan, hashes: Iterable[bytes]) -> hashlib._Hash:
+    """sha256 over what the plan says of each tensor, in its order, and over what `read_slab` returned."""
     digest = hashlib.sha256(_FORMAT)
-    for planned, half in halves:
-        digest.update(_header(planned, half.place))
-        digest.update(half.tensor_hash)
+    for planned in plan.pairs.values():
+        digest.update(_header(planned, planned.a))
+        digest.update(_header(planned, planned.b))
+    for piece_hash in hashes:
+        digest.update(piece_hash)
     return digest
 
 

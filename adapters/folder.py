@@ -56,9 +56,14 @@ class TensorPlace:
         """As safetensors names it."""
         return self.entry.dtype
 
+    @property
+    def extent(self) -> tuple[TensorFile, int]:
+        """The file, and the offset of the first byte."""
+        return self.file, self.entry.start
+
     def read_into(self, memory: memoryview) -> None:
         """Fill `memory` with the stored bytes; from any thread."""
-        self.file.read_into(self.entry, memory)
+        self.file.read_at(self.entry.start, [memory])
 
 
 class AdapterFolder:

@@ -1,31 +1,36 @@
-"""The numbers of one adapter in one piece of memory, the slab: read, checked and hashed by several threads, then cast.
+"""The numbers of one adapter in one piece of memory, the slab: read, hashed and checked by several threads, then cast.
 
-Halves of one stored type and one scale lie side by side (a run), so that the cast and the scale are one operation for
-each run, and a copy to a GPU is one transfer. The threads work with numpy and hashlib alone, which let go of the
-interpreter lock and start no threads of their own. Knows nothing of what the adapter is for. Called by `weights`.
+Halves of one stored type and one scale lie side by side (a run), so that reading, checking and hashing go by pieces of a
+megabyte, cast and scale are one operation for each run, and a copy to a GPU is one transfer. The threads work with the
+system, numpy and hashlib alone, in few long calls: each of them lets go of the interpreter lock, which the engine's
+thread needs too, and none starts threads of its own. Knows nothing of what the adapter is for. Called by `weights`.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from adapters.tensor_file import FLOAT_DTYPES
+from adapters.tensor_file import FLOAT_DTYPES, TensorFile
 
-MAX_THREADS = 16
+MAX_THREADS = 8
 ALIGNMENT = 64
 """Elements; every half starts at a multiple of it."""
+PIECE_BYTES = 1 << 20
+"""What is hashed at once. Digests depend on it."""
 
-_JOB_BYTES = 1 << 20
+_Item = TypeVar("_Item")
 # stored type -> the unsigned type of equal width, and the bits that are not the sign
 _BITS = {
     torch.float64: (np.uint64, 0x7FFF_FFFF_FFFF_FFFF),
@@ -47,6 +52,11 @@ class Place(Protocol):
     @property
     def dtype(self) -> str: ...
 
+    @property
+    def extent(self) -> tuple[TensorFile, int] | None:
+        """The file that holds the bytes in one piece, and where they start; None where `read_into` must be asked."""
+        ...
+
     def read_into(self, memory: memoryview) -> None:
         """Fill `memory`, exactly as long as the half, with its numbers in the stored type; from any thread."""
 
@@ -59,16 +69,14 @@ class Half:
         place: where its numbers are stored.
         factor: what they are multiplied by; 1.0 for every A.
         tensor: [rows, columns] in the serving type, a view of the slab; valid once `read_slab` has returned.
-        tensor_hash: sha256 of the stored bytes.
-        peak: the largest magnitude as stored; infinity or NaN where any number is not finite.
+        is_finite: whether every number is finite as it is stored.
         fits: whether every number is finite in the serving type.
     """
 
     place: Place
     factor: float
     tensor: torch.Tensor = field(init=False, repr=False)
-    tensor_hash: bytes = b""
-    peak: float = 0.0
+    is_finite: bool = True
     fits: bool = True
 
     @property
@@ -88,7 +96,7 @@ class _Run:
     """Neighbours in the slab with one stored type and one factor.
 
     `target` [n] is their part of the slab; `source` [n] of the stored type is where the files are read to, which is the
-    same memory where the types are equal. `starts` are the halves' offsets in both.
+    same memory where the types are equal. `starts` are the halves' offsets in both. What lies between halves is zero.
     """
 
     halves: list[Half]
@@ -96,31 +104,68 @@ class _Run:
     source: torch.Tensor
     target: torch.Tensor
 
+    def __post_init__(self) -> None:
+        self.memory = self.source.view(torch.uint8).numpy()
+        num_pieces = -(-len(self.memory) // PIECE_BYTES)
+        self.hashes = [b""] * num_pieces
+        self.peaks = [0.0] * num_pieces
 
-def read_slab(halves: Sequence[Half], dtype: torch.dtype, *, max_threads: int = MAX_THREADS) -> None:
-    """Read all halves into one new slab of `dtype` and fill in their other fields.
+    def memory_of(self, index: int) -> np.ndarray:
+        """The bytes of one half."""
+        size, start = self.source.element_size(), self.starts[index]
+        return self.memory[start * size : (start + self.halves[index].num_elements) * size]
 
-    Raises `AdapterRefused` where a file shrank, OSError, and MemoryError. Afterwards nothing refers to the files.
+    def survey(self, piece: int) -> None:
+        """Hash a piece and find its largest magnitude."""
+        memory = self.memory[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+        self.hashes[piece] = hashlib.sha256(memory.data).digest()
+        self.peaks[piece] = _peak(memory, self.source.dtype)
+
+
+def read_slab(halves: Sequence[Half], dtype: torch.dtype, *, max_threads: int = MAX_THREADS) -> list[bytes]:
+    """Read all halves into one new slab of `dtype`, and fill in their other fields.
+
+    Returns hashes of the stored numbers, which together with the halves' places and factors say all that was read; they
+    do not follow the files' layout or the number of threads. Raises `AdapterRefused` where a file shrank, OSError, and
+    MemoryError. Afterwards nothing refers to the files.
     """
     runs = _lay_out(halves, dtype)
-    jobs = _share_out([(run, index) for run in runs for index in range(len(run.halves))])
-    if len(jobs) == 1 or max_threads == 1:
-        for job in jobs:
-            _read(job)
-    else:
-        futures = [_reading_threads(max_threads).submit(_read, job) for job in jobs]
-        wait(futures)  # All of them, also after a fault: the caller closes the files next.
-        for future in futures:
-            future.result()
+    _share(_read, _reads(runs), max_threads)
+    _share(
+        lambda item: item[0].survey(item[1]), [(run, i) for run in runs for i in range(len(run.hashes))], max_threads
+    )
     for run in runs:
         _convert(run)
+    return [digest for run in runs for digest in run.hashes]
 
 
 @functools.cache
-def _reading_threads(max_threads: int) -> ThreadPoolExecutor:
+def _reading_threads() -> ThreadPoolExecutor:
     """Threads for all loads of the process; they are started when they are first needed."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ThreadPoolExecutor(min(max_threads, num_cores), thread_name_prefix="adapter-read")
+    return ThreadPoolExecutor(min(MAX_THREADS, num_cores), thread_name_prefix="adapter-read")
+
+
+def _share(function: Callable[[_Item], None], items: Iterable[_Item], max_threads: int) -> None:
+    """Call `function` for all items, on several threads; the first fault is raised after all have ended."""
+    todo = deque(items)
+
+    def work() -> None:
+        while True:
+            try:
+                item = todo.popleft()
+            except IndexError:
+                return
+            function(item)
+
+    num_threads = min(max_threads, len(todo))
+    if num_threads <= 1:
+        work()
+        return
+    futures = [_reading_threads().submit(work) for _ in range(num_threads)]
+    wait(futures)  # All of them, also after a fault: the caller closes the files next.
+    for future in futures:
+        future.result()
 
 
 def _lay_out(halves: Sequence[Half], dtype: torch.dtype) -> list[_Run]:
@@ -137,8 +182,11 @@ def _lay_out(halves: Sequence[Half], dtype: torch.dtype) -> list[_Run]:
         starts, start = [], 0
         for half in group:
             starts.append(start)
-            half.tensor = target[start : start + half.num_elements].view(half.place.shape)
-            start += padded_len(half.num_elements)
+            shape, end = half.place.shape, start + half.num_elements
+            half.tensor = target[start:end].view(shape)
+            start = padded_len(end)
+            if end < start:
+                source[end:start] = 0
         runs.append(_Run(group, starts, source, target))
         slab_start += length
     return runs
@@ -154,56 +202,78 @@ def _empty(length: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.empty(length * dtype.itemsize, np.uint8)).view(dtype)
 
 
-_Job = list[tuple[_Run, int]]
+_Read = tuple[Place, "list[memoryview]"]
 
 
-def _share_out(items: _Job) -> list[_Job]:
-    """Jobs of at least `_JOB_BYTES` each, but for the last."""
-    jobs: list[_Job] = [[]]
-    num_bytes = 0
-    for run, index in items:
-        if num_bytes >= _JOB_BYTES:
-            jobs.append([])
-            num_bytes = 0
-        jobs[-1].append((run, index))
-        num_bytes += run.halves[index].num_elements * run.source.dtype.itemsize
-    return jobs
+def _reads(runs: Sequence[_Run]) -> list[_Read]:
+    """Neighbours in a file are read by one call, up to `PIECE_BYTES` or one half: (first place, memory of each)."""
+    wanted = [(half.place, run.memory_of(index).data) for run in runs for index, half in enumerate(run.halves)]
+    reads: list[_Read] = []
+    by_file: dict[int, list[tuple[int, Place, memoryview]]] = {}
+    for place, memory in wanted:
+        extent = place.extent
+        if extent is None:
+            reads.append((place, [memory]))
+        else:
+            by_file.setdefault(id(extent[0]), []).append((extent[1], place, memory))
+    for rows in by_file.values():
+        end, num_bytes = -1, 0
+        for start, place, memory in sorted(rows, key=lambda row: row[0]):
+            if start == end and num_bytes < PIECE_BYTES:
+                reads[-1][1].append(memory)
+                num_bytes += memory.nbytes
+            else:
+                reads.append((place, [memory]))
+                num_bytes = memory.nbytes
+            end = start + memory.nbytes
+    return reads
 
 
-def _read(job: _Job) -> None:
-    """Read, hash and measure some halves; on a thread of the pool."""
-    for run, index in job:
-        half, start = run.halves[index], run.starts[index]
-        size = run.source.dtype.itemsize
-        numbers = run.source.view(torch.uint8).numpy()[start * size : (start + half.num_elements) * size]
-        memory = numbers.data
-        half.place.read_into(memory)
-        half.tensor_hash = hashlib.sha256(memory).digest()
-        unsigned, magnitude = _BITS[half.dtype]
-        # Without the sign bit, floating-point numbers are ordered as their bits are; infinity and NaN lie above all.
-        largest = (numbers.view(unsigned) & unsigned(magnitude)).max()
-        half.peak = _to_float(largest, half.dtype)
+def _read(read: _Read) -> None:
+    place, memories = read
+    extent = place.extent
+    if extent is None:
+        place.read_into(memories[0])
+    else:
+        extent[0].read_at(extent[1], memories)
 
 
-def _to_float(bits: np.unsignedinteger, dtype: torch.dtype) -> float:
+def _peak(memory: np.ndarray, dtype: torch.dtype) -> float:
+    """The largest magnitude; not finite where any number is not."""
+    unsigned, magnitude = _BITS[dtype]
+    # Without the sign bit, floating-point numbers are ordered as their bits are; infinity and NaN lie above all.
+    largest = (memory.view(unsigned) & unsigned(magnitude)).max()
     if dtype == torch.bfloat16:
-        return float((np.uint32(bits) << np.uint32(16)).view(np.float32))
-    return float(bits.view({2: np.float16, 4: np.float32, 8: np.float64}[bits.itemsize]))
+        return float((np.uint32(largest) << np.uint32(16)).view(np.float32))
+    return float(largest.view({2: np.float16, 4: np.float32, 8: np.float64}[largest.itemsize]))
 
 
 def _convert(run: _Run) -> None:
-    """Multiply in float32, cast once, and note which halves are still finite: those whose largest number is."""
-    factor = run.halves[0].factor
-    peaks = torch.tensor([half.peak for half in run.halves], dtype=torch.float64).to(run.source.dtype)
-    served = torch.empty_like(peaks, dtype=run.target.dtype)
-    for source, target in ((run.source, run.target), (peaks, served)):
-        if factor == 1.0:
-            if source is not target:
-                target.copy_(source)
-        elif source is target:
-            target.mul_(factor)  # For 16-bit types too this computes in float32 and rounds once.
-        else:
-            # [n] float32 already where the file is: then the scratch memory itself is multiplied.
-            target.copy_(source.float().mul_(factor))
-    for half, is_finite in zip(run.halves, served.isfinite().tolist(), strict=True):
-        half.fits = is_finite
+    """Judge the stored numbers, multiply in float32, cast once, and judge what came out."""
+    peaks = run.peaks
+    if not all(map(math.isfinite, peaks)) or not _fit(peaks, run):  # Rare: find out which halves it is.
+        peaks = [_peak(run.memory_of(index), run.source.dtype) for index in range(len(run.halves))]
+        for index, half in enumerate(run.halves):
+            half.is_finite = math.isfinite(peaks[index])
+            half.fits = _fit(peaks[index : index + 1], run)
+    _scale(run.source, run.target, run.halves[0].factor)
+
+
+def _fit(peaks: Sequence[float], run: _Run) -> bool:
+    """Whether numbers up to these magnitudes are finite once they are scaled and cast."""
+    source = torch.tensor(peaks, dtype=torch.float64).to(run.source.dtype)
+    target = torch.empty_like(source, dtype=run.target.dtype)
+    _scale(source, target if run.source is not run.target else source, run.halves[0].factor)
+    return bool((target if run.source is not run.target else source).isfinite().all())
+
+
+def _scale(source: torch.Tensor, target: torch.Tensor, factor: float) -> None:
+    """`target = source * factor`, computed in float32; both may be the same memory, and `source` may be overwritten."""
+    if factor == 1.0:
+        if source is not target:
+            target.copy_(source)
+    elif source is target:
+        target.mul_(factor)  # For 16-bit types too this computes in float32 and rounds once.
+    else:
+        # Already float32 in most files: then the scratch memory itself is multiplied.
+        target.copy_(source.float().mul_(factor))

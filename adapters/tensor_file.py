@@ -14,7 +14,8 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,8 @@ from adapters.errors import AdapterRefused
 MAX_HEADER_LEN = 64 << 20
 MAX_NAME_LEN = 512
 MAX_TENSORS = 200_000
+# buffers of one system call; the least that systems allow is 16, Linux takes 1024
+_MAX_BUFFERS = 512 if os.name == "posix" else 16
 
 # safetensors dtype -> (torch dtype, bytes per element); None where the file may hold it but it is no LoRA weight.
 FLOAT_DTYPES: Mapping[str, torch.dtype] = {
@@ -74,26 +77,29 @@ class TensorFile:
     def read(self, entry: TensorEntry) -> tuple[torch.Tensor, bytearray]:
         """The tensor (any shape, its stored dtype) and the bytes that it shares memory with."""
         buffer = bytearray(entry.end - entry.start)
-        self.read_into(entry, memoryview(buffer))
+        self.read_at(entry.start, [memoryview(buffer)])
         tensor = torch.frombuffer(buffer, dtype=FLOAT_DTYPES[entry.dtype]).reshape(entry.shape)
         return tensor, buffer
 
-    def read_into(self, entry: TensorEntry, memory: memoryview) -> None:
-        """Fill `memory`, `end - start` bytes, with the tensor as it is stored. From any thread, also several at once."""
-        position = entry.start
-        while memory.nbytes:
-            num_read = self._read_at(memory, position)
-            if num_read == 0:
+    def read_at(self, position: int, memories: Sequence[memoryview]) -> None:
+        """Fill `memories` one after the other from a byte offset on. From any thread, also several at once."""
+        left = deque(memories)
+        while left:
+            num_read = self._read_some(position, left)
+            if num_read == 0 and left[0].nbytes:
                 raise self._changed()
-            memory = memory[num_read:]
             position += num_read
+            while left and num_read >= left[0].nbytes:
+                num_read -= left.popleft().nbytes
+            if left and num_read:
+                left[0] = left[0][num_read:]
 
-    def _read_at(self, memory: memoryview, position: int) -> int:
+    def _read_some(self, position: int, memories: Collection[memoryview]) -> int:
         if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [memory], position)
+            return os.preadv(self._file.fileno(), list(memories)[:_MAX_BUFFERS], position)
         with self._lock:
             self._file.seek(position)
-            return self._file.readinto(memory)
+            return self._file.readinto(next(iter(memories)))
 
     def check_unchanged(self) -> None:
         """Raise `AdapterRefused` if the file was written to since it was opened."""

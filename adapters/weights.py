@@ -8,7 +8,6 @@ R rank, in/out features of a layer.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,11 +55,11 @@ def read_adapter(
     with AdapterFolder(folder, allowed_roots=allowed_roots) as files:
         plan = plan_adapter(files, surface)
         halves = {name: (Half(planned.a, 1.0), Half(planned.b, planned.scale)) for name, planned in plan.pairs.items()}
-        read_slab([half for pair in halves.values() for half in pair], surface.lora_dtype)
+        hashes = read_slab([half for pair in halves.values() for half in pair], surface.lora_dtype)
         files.check_unchanged()
-    digest = content_hash((plan.pairs[name], half) for name, pair in halves.items() for half in pair)
+    digest = content_hash(plan, hashes)
     pairs = {name: _checked_pair(plan.pairs[name], a, b, surface.lora_dtype) for name, (a, b) in halves.items()}
-    is_zero_effect = all(0.0 in (a.peak, b.peak, b.factor) for a, b in halves.values())
+    is_zero_effect = not any(pair.a.any() and pair.b.any() for pair in pairs.values())
     report = _report(plan, surface, "sha256:" + digest.hexdigest(), is_zero_effect=is_zero_effect)
     return plan.spec, pairs, report
 
@@ -74,7 +73,7 @@ def has_first_format_digest(folder: Path, surface: ModelSurface, digest: str) ->
 def _checked_pair(planned: PlannedPair, a: Half, b: Half, dtype: torch.dtype) -> LoraPair:
     """The pair, if all its numbers are finite as they are stored and as they are served."""
     for half in (a, b):
-        if not math.isfinite(half.peak):
+        if not half.is_finite:
             name = half.place.name
             raise AdapterRefused([f"tensor {name} holds NaN or infinity; the training run went wrong"])
     if not (a.fits and b.fits):

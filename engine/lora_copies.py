@@ -12,6 +12,7 @@ M modules of a group, N rows, R rank of the buffers.
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -82,20 +83,22 @@ class RowCopies:
         self._places = dict(_places(groups))
         self._stream = torch.cuda.Stream(self._device)
         self._staging = torch.zeros(_slab_len(groups), dtype=self._dtype, device=self._device)
-        self._max_elements = max(
-            max(self._max_rank * group.lora_a.shape[3], group.lora_b[0].numel()) for group in groups
-        )
         self._table = _Mirror(2 * len(self._places) + len(groups), 5, torch.int64, self._device)
         self._ranks = _Mirror(len(self._places), 1, torch.int32, self._device)
         self._free_chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
         for _ in range(NUM_CHUNKS):
             self._free_chunks.put(_Chunk())
         self._latest = torch.cuda.Event()
-        self._in_order = ThreadPoolExecutor(1, thread_name_prefix="lora-copy")
-        self._senders = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="lora-send")
-        # Compiles the kernel for both types: row 0 of the new buffers gets the zeros that it holds.
-        nothing = [(self._places[name].b_address, 0, 1, 1, 1) for name in groups[0].names]
-        self._in_order.submit(self._scatter, 0, {}, self._event_now(), nothing).result().synchronize()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # The buffers' zeros come first.
+        # Whatever these threads launch goes to the copies' stream.
+        on_stream = functools.partial(torch.cuda.set_stream, self._stream)
+        self._in_order = ThreadPoolExecutor(1, thread_name_prefix="lora-copy", initializer=on_stream)
+        self._senders = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="lora-send", initializer=on_stream)
+        # Compiles the kernel for each width: row 0 of the new buffers gets zeros, which it holds.
+        address = self._places[groups[0].names[0]].a_address
+        for length in (1, 4 // self._staging.element_size(), 8 // self._staging.element_size()):
+            nothing = [(address, 0, 1, length, length)]
+            self._in_order.submit(self._scatter, 0, {}, self._event_now(), nothing).result().synchronize()
 
     @property
     def num_bytes(self) -> int:
@@ -117,22 +120,32 @@ class RowCopies:
 
     def _copy(self, lora_slot: int, generation: Generation, steps: torch.cuda.Event) -> torch.cuda.Event:
         """On the copy thread: queue everything, and return the event of its end."""
-        self._send(slab_of(generation))
+        sends = self._send(slab_of(generation))
+        try:
+            rows = self._rows(lora_slot, generation)  # While the senders copy.
+        finally:
+            wait(sends)  # All of them, also after a fault: none may write into the staging buffer later.
+        for send in sends:
+            send.result()
+        return self._scatter(lora_slot, {name: pair.rank for name, pair in generation.pairs.items()}, steps, rows)
+
+    def _rows(self, lora_slot: int, generation: Generation) -> list[_Row]:
+        """Where each half of the slab goes."""
+        slab = slab_of(generation)
+        first_byte, num_bytes, item_bytes = slab.data_ptr(), slab.nbytes, slab.element_size()
         rows: list[_Row] = []
         for name, pair in generation.pairs.items():
             place = self._places[name]
             a, b = place.a_address + lora_slot * place.a_row_bytes, place.b_address + lora_slot * place.b_row_bytes
-            rank, in_features = pair.a.shape
-            rows.append((a, int(pair.a.storage_offset()), rank, in_features, in_features))
-            rows.append((b, int(pair.b.storage_offset()), pair.b.shape[0], rank, self._max_rank))
-        return self._scatter(lora_slot, {name: pair.rank for name, pair in generation.pairs.items()}, steps, rows)
+            a_start, b_start = pair.a.data_ptr() - first_byte, pair.b.data_ptr() - first_byte
+            assert 0 <= min(a_start, b_start) <= max(a_start, b_start) < num_bytes, "a pair outside the slab"
+            (rank, in_features), out_features = pair.a.shape, pair.b.shape[0]
+            rows.append((a, a_start // item_bytes, rank, in_features, in_features))
+            rows.append((b, b_start // item_bytes, out_features, rank, self._max_rank))
+        return rows
 
     def _scatter(
-        self,
-        lora_slot: int,
-        rank_of: dict[str, int],
-        steps: torch.cuda.Event,
-        rows: Sequence[_Row] = (),
+        self, lora_slot: int, rank_of: dict[str, int], steps: torch.cuda.Event, rows: Sequence[_Row] = ()
     ) -> torch.cuda.Event:
         """Scatter the staged `rows`, and the ranks of all modules, 0 where `rank_of` lacks them."""
         ranks: list[int] = []
@@ -143,41 +156,38 @@ class RowCopies:
             address = group.ranks.data_ptr() + lora_slot * len(host_ranks) * group.ranks.element_size()
             rank_rows.append((address, len(ranks), 1, len(host_ranks), len(host_ranks)))
             ranks += host_ranks
+        num_rows, table = len(rows), np.array([*rows, *rank_rows], np.int64)
+        staging = widened(self._staging, table[:num_rows])
         self._latest.synchronize()  # The host's side of the tables is free again.
-        self._table.host[: len(rows) + len(rank_rows)] = np.array([*rows, *rank_rows], np.int64)
+        self._table.host[: len(table)] = table
         self._ranks.host[:, 0] = ranks
-        with torch.cuda.stream(self._stream):
-            self._table.send()
-            self._ranks.send()
-            self._stream.wait_event(steps)
-            table = self._table.device
-            scatter_rows_(self._staging, table[: len(rows)], self._max_elements)
-            scatter_rows_(self._ranks.device.view(-1), table[len(rows) : len(rows) + len(rank_rows)], len(ranks))
-            event = torch.cuda.Event()
-            event.record(self._stream)
-            self._latest = event
+        self._table.send()
+        self._ranks.send()
+        self._stream.wait_event(steps)
+        on_device = self._table.device[: len(table)]
+        max_elements = int((table[:num_rows, 2] * table[:num_rows, 3]).max(initial=0))
+        scatter_rows_(staging, on_device[:num_rows], max_elements)
+        scatter_rows_(self._ranks.device.view(-1), on_device[num_rows:], len(ranks))
+        self._latest = event = torch.cuda.Event()
+        event.record(self._stream)
         return event
 
-    def _send(self, slab: torch.Tensor) -> None:
-        """Queue the transfer of a slab to the staging buffer; returns when the slab's memory is no longer needed."""
+    def _send(self, slab: torch.Tensor) -> list[Future[None]]:
+        """Begin the transfer of a slab to the staging buffer; once these have ended its memory is no longer needed."""
         assert slab.dtype == self._dtype and slab.numel() <= self._staging.numel(), "a slab of another server"
         source, target = slab.view(torch.uint8).numpy(), self._staging.view(torch.uint8)
-        futures = [
+        return [
             self._senders.submit(self._send_chunk, source[start : start + CHUNK_BYTES], target[start:])
             for start in range(0, len(source), CHUNK_BYTES)
         ]
-        wait(futures)  # All of them, also after a fault: none may write into the staging buffer later.
-        for future in futures:
-            future.result()
 
     def _send_chunk(self, source: np.ndarray, target: torch.Tensor) -> None:
         chunk = self._free_chunks.get()
         try:
             chunk.event.synchronize()
             np.copyto(chunk.array[: len(source)], source)
-            with torch.cuda.stream(self._stream):
-                target[: len(source)].copy_(chunk.memory[: len(source)], non_blocking=True)
-                chunk.event.record(self._stream)
+            target[: len(source)].copy_(chunk.memory[: len(source)], non_blocking=True)
+            chunk.event.record(self._stream)
         finally:
             self._free_chunks.put(chunk)
 
@@ -205,11 +215,23 @@ class _Mirror:
 
 def slab_of(generation: Generation) -> torch.Tensor:
     """[S] in the serving type: the memory that all pairs of a generation are views of."""
-    halves = [half for pair in generation.pairs.values() for half in (pair.a, pair.b)]
-    storage = halves[0].untyped_storage()
-    assert len({half.untyped_storage().data_ptr() for half in halves}) == 1, "pairs outside the slab"
-    assert all(half.is_contiguous() for half in halves), "a half that is not in one piece"
-    return torch.empty(0, dtype=halves[0].dtype).set_(storage)
+    half = next(iter(generation.pairs.values())).a
+    return torch.empty(0, dtype=half.dtype).set_(half.untyped_storage())
+
+
+def widened(source: torch.Tensor, table: np.ndarray) -> torch.Tensor:
+    """The source in the widest elements, of at most 8 bytes, that every place of the table begins and ends with.
+
+    `table` [K, 5] (see `kernels.scatter_rows_`) is changed to count in these. Fewer elements are moved in less time.
+    """
+    item_bytes = source.element_size()
+    for wide in (torch.int64, torch.int32):
+        times = wide.itemsize // item_bytes
+        counts = table[:, (1, 3, 4)]
+        if times > 1 and not (counts % times).any() and not (table[:, 0] % wide.itemsize).any():
+            table[:, (1, 3, 4)] = counts // times
+            return source.view(wide)
+    return source
 
 
 def _places(groups: Sequence[LoraGroup]) -> Iterator[tuple[str, _Place]]:

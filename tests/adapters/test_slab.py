@@ -66,27 +66,29 @@ def test_all_pairs_are_aligned_views_of_one_storage(reference: Path, surface: Mo
     assert report.num_bytes == sum(half.nbytes for half in halves) <= halves[0].untyped_storage().nbytes()
 
 
-def read_with(folder: Path, surface: ModelSurface, max_threads: int) -> list[Half]:
+def read_with(folder: Path, surface: ModelSurface, max_threads: int) -> tuple[list[Half], list[bytes]]:
     with AdapterFolder(folder) as files:
         plan = plan_adapter(files, surface)
         halves = [Half(place, scale) for pair in plan.pairs.values() for place, scale in ((pair.a, 1.0), (pair.b, 3.0))]
-        read_slab(halves, surface.lora_dtype, max_threads=max_threads)
-    return halves
+        return halves, read_slab(halves, surface.lora_dtype, max_threads=max_threads)
 
 
-@pytest.mark.parametrize("max_threads", [1, 2, 5])
+@pytest.mark.parametrize("piece_bytes", [600, 4096])
+@pytest.mark.parametrize("max_threads", [2, 5])
 def test_the_number_of_threads_changes_nothing(
-    reference: Path, surface: ModelSurface, monkeypatch: pytest.MonkeyPatch, max_threads: int
+    reference: Path, surface: ModelSurface, monkeypatch: pytest.MonkeyPatch, max_threads: int, piece_bytes: int
 ) -> None:
-    whole = read_with(reference, surface, 1)
-    monkeypatch.setattr(adapters.slab, "_JOB_BYTES", 1000)  # a job for each half
-    for one, other in zip(whole, read_with(reference, surface, max_threads), strict=True):
-        assert torch.equal(one.tensor, other.tensor)
-        assert (one.tensor_hash, one.peak) == (other.tensor_hash, other.peak)
-        assert one.peak == pytest.approx(float(one.tensor.abs().max()) / one.factor)
-        assert (
-            one.tensor_hash == hashlib.sha256((one.tensor / one.factor).numpy().tobytes()).digest() or one.factor != 1
-        )
+    monkeypatch.setattr(adapters.slab, "PIECE_BYTES", piece_bytes)
+    (whole, hashes), (shared, same_hashes) = (read_with(reference, surface, num) for num in (1, max_threads))
+    stored = load_file(reference / "adapter_model.safetensors")
+    for one, other in zip(whole, shared, strict=True):
+        assert torch.equal(one.tensor, other.tensor) and torch.equal(one.tensor, stored[one.place.name] * one.factor)
+    raw = [stored[half.place.name].numpy().tobytes() for half in sorted(whole, key=lambda half: half.factor)]
+    num_a = sum(half.factor == 1.0 for half in whole)
+    expected = []
+    for run in (b"".join(raw[:num_a]), b"".join(raw[num_a:])):
+        expected += [hashlib.sha256(run[i : i + piece_bytes]).digest() for i in range(0, len(run), piece_bytes)]
+    assert hashes == same_hashes == expected and len(hashes) >= 2
 
 
 def test_the_digest_does_not_follow_the_order_in_the_file_and_does_follow_a_single_bit(
@@ -139,11 +141,11 @@ def test_numbers_that_are_none_are_found_in_every_stored_type(
 def test_a_reader_that_fails_is_heard_after_all_have_ended(
     reference: Path, surface: ModelSurface, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters.slab, "_JOB_BYTES", 1)
+    monkeypatch.setattr(adapters.slab, "PIECE_BYTES", 64)
     num_read = 0
 
     class Failing:
-        name, shape, dtype = "x", (4, 64), "F32"
+        name, shape, dtype, extent = "x", (4, 64), "F32", None
 
         def read_into(self, memory: memoryview) -> None:
             raise OSError("disk")
@@ -161,7 +163,7 @@ def test_a_reader_that_fails_is_heard_after_all_have_ended(
 def test_threads_and_jobs_keep_nothing_of_an_adapter(
     reference: Path, surface: ModelSurface, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters.slab, "_JOB_BYTES", 1)
+    monkeypatch.setattr(adapters.slab, "PIECE_BYTES", 64)
     made: list[weakref.ref[torch.Tensor]] = []
     empty = adapters.slab._empty
 

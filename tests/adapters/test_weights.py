@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from adapters.errors import AdapterError, AdapterFilesNotFound, AdapterRefused
 from adapters.report import AdapterReport
 from adapters.surface import ModelSurface
-from adapters.tensor_file import TensorEntry, TensorFile
+from adapters.tensor_file import TensorFile
 from adapters.weights import read_adapter
 from tests.adapters.world import PREFIX, base_logits, edit, merged_logits, peft_logits, save_peft, surface_of
 
@@ -491,13 +491,13 @@ def test_files_that_are_overwritten_during_the_read_are_refused(
     reference: Path, surface: ModelSurface, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = edit(reference, tmp_path / "x")
-    real = TensorFile.read_into
+    real = TensorFile.read_at
 
-    def read_into(file: TensorFile, entry: TensorEntry, memory: memoryview) -> None:
+    def read_at(file: TensorFile, position: int, memories: Sequence[memoryview]) -> None:
         os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
-        real(file, entry, memory)
+        real(file, position, memories)
 
-    monkeypatch.setattr(TensorFile, "read_into", read_into)
+    monkeypatch.setattr(TensorFile, "read_at", read_at)
     assert "written to while it was read" in refusal(folder, surface)
 
 

@@ -131,6 +131,8 @@ def test_rows_hold_what_the_plain_copy_puts_there(
                 )
                 start = end
     buffers["cuda"].clear(1)
-    while not buffers["cuda"].write(0, generations[0]).is_ready():  # type: ignore[union-attr]
+    copy = buffers["cuda"].write(0, generations[0])
+    assert copy is not None
+    while not copy.is_ready():
         time.sleep(0.001)
     assert all(not any(group.ranks[1].tolist()) for group in on_gpu)
