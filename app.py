@@ -65,6 +65,7 @@ def _run(command: CommandLine) -> int:
         # Imported late: wrong flags are told before PyTorch is loaded.
         from api.app import answer_unknown_paths, create_app
         from engine import Engine
+        from engine.setup import freeze_startup_objects
         from ui.app import end_sessions, mount_ui
 
         engine = Engine(command.engine)
@@ -74,6 +75,7 @@ def _run(command: CommandLine) -> int:
             mount_ui(app, app.state.service, settings)
             answer_unknown_paths(app)
             _log_adapters(engine)
+            freeze_startup_objects()
             url = _url(settings, listener)
 
             def stop() -> None:

@@ -21,11 +21,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.decode import SHAPES, check, make_prompts, run, write_adapter, write_model
 from benchmarks.report import finish, refuse
+from benchmarks.workload import SHAPES, answer_all, check_rows, make_prompts, time_batch, write_adapter, write_model
 from engine import Engine, EngineConfig, SamplingParams
 from engine.answer import Answer
 from engine.request import TokenPrompt
+from engine.setup import freeze_startup_objects
 
 NUM_ADAPTERS = 8
 NUM_ROWS = 4
@@ -48,9 +49,7 @@ def parse() -> argparse.Namespace:
 
 def first_token_ms(engine: Engine, name: str, prompt: list[int]) -> float:
     """From the call to the first token."""
-    started = time.perf_counter()
-    run(engine, [prompt], [name], 1)
-    return (time.perf_counter() - started) * 1000
+    return time_batch(engine, [prompt], [name], 1).first_token * 1000
 
 
 def timed_ms(action: Callable[[], object]) -> float:
@@ -67,7 +66,8 @@ def check_replaced(engine: Engine, folders: list[Path], prompts: list[list[int]]
     for folder in folders[:2]:
         engine.adapters.load("replaced", str(folder), load_inplace=True)
         engine.adapters.load("judge", str(folder), load_inplace=True)
-        found.append((run(engine, prompts, names, 1), run(engine, prompts, ["judge"] * len(prompts), 1)))
+        judges = ["judge"] * len(prompts)
+        found.append((answer_all(engine, prompts, names, 1), answer_all(engine, prompts, judges, 1)))
     engine.adapters.unload("replaced")
     engine.adapters.unload("judge")
     if any(replaced != judge for replaced, judge in found):
@@ -195,8 +195,8 @@ def all_gaps(engine: Engine, folders: list[Path], options: argparse.Namespace) -
         "quiet": (lambda number: None, 0.05),
         "copies": (lambda number: engine.prefetch(cold[number % len(cold)]), 0.02),
         "loads_and_copies": (replace, 0.02),
-        "warm_requests": (lambda number: run(engine, [short], [cold[0]], 1), 0.02),
-        "cold_requests": (lambda number: run(engine, [short], [cold[number % len(cold)]], 1), 0.02),
+        "warm_requests": (lambda number: time_batch(engine, [short], [cold[0]], 1), 0.02),
+        "cold_requests": (lambda number: time_batch(engine, [short], [cold[number % len(cold)]], 1), 0.02),
     }
     time_gaps(engine, prompts, 20, lambda number: None, 1.0)
     found = {}
@@ -226,6 +226,7 @@ def main() -> None:
                 adapter_dir=str(Path(root) / "catalogue"),
             )
         )
+        freeze_startup_objects()
         folders = [
             write_adapter(options.shape, options.rank, number, Path(root) / f"adapter-{number}", device)
             for number in range(NUM_ADAPTERS)
@@ -234,7 +235,8 @@ def main() -> None:
         names = [f"checked-{number}" for number in range(3)]
         for name, folder in zip(names, folders, strict=False):
             engine.adapters.load(name, str(folder))
-        check(engine, names, engine.base.vocab_size)
+        mixed = [None, *names]
+        check_rows(engine, prompts, mixed, answer_all(engine, prompts, mixed, 4))
         for name in names:
             engine.adapters.unload(name)
         check_replaced(engine, folders, prompts)
