@@ -4,7 +4,7 @@ An adapter's slab (see `adapters/slab`) goes in chunks through a small ring of p
 the device, by several threads; one launch then scatters it into the fixed buffers of all groups, another writes the
 ranks. All of that runs on a stream of its own. The order is kept by events in both ways: the scatter waits on the device
 for every step launched before the row was given away, and no step reads the row before the copy's event. CPU memory of
-adapters stays ordinary memory: page-locking it would stop the device for longer than copying takes. Called by
+adapters stays ordinary memory, so that page-locked memory does not grow with the number of adapters. Called by
 `engine/lora_layers` on the engine thread.
 
 M modules of a group, N rows, R rank of the buffers.
