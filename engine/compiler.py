@@ -26,12 +26,15 @@ _TYPICAL_TOKENS = 256
 """The compiler sizes its blocks by the first step that it sees: with few tokens, long prompts would be slow."""
 
 
-def compile_decoder(decoder: nn.Module, run: Callable[[int], None], *, backend: str = "inductor") -> None:
+def compile_decoder(
+    decoder: nn.Module, run: Callable[[int], None], *, max_tokens: int, backend: str = "inductor"
+) -> None:
     """Compile every layer and the final norm, and run both versions once.
 
     Args:
         decoder: with `layers` and `norm`, its linears LoRA-aware and its attention bound.
-        run: computes a step of that many tokens of padding; the number is at least 1.
+        run: computes a step of that many tokens of padding.
+        max_tokens: of any step.
         backend: of torch.compile.
 
     Raises:
@@ -48,7 +51,7 @@ def compile_decoder(decoder: nn.Module, run: Callable[[int], None], *, backend: 
     # For the process, not for the call: each further engine in it adds versions of the same code.
     _dynamo.config.recompile_limit = max(_MAX_VERSIONS, _dynamo.config.recompile_limit)
     with _dynamo.config.patch(specialize_float=True):
-        for num_tokens in (_TYPICAL_TOKENS, 1):
+        for num_tokens in sorted({min(_TYPICAL_TOKENS, max_tokens), 1}, reverse=True):
             run(num_tokens)
     logger.info("event=layers_compiled layers=%d seconds=%.1f", len(modules) - 1, time.perf_counter() - started)
 

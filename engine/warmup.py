@@ -29,7 +29,9 @@ def warm_up(
         has_lora: whether adapters are on.
     """
     families = (False, True) if has_lora else (False,)
-    stages: list[tuple[str, Callable[[], None]]] = [("layers", lambda: compile_decoder(base.decoder, runner.warm_up))]
+    stages: list[tuple[str, Callable[[], None]]] = [
+        ("layers", lambda: compile_decoder(base.decoder, runner.warm_up, max_tokens=max(step_sizes)))
+    ]
     stages += [
         (f"kernels tokens={size} lora={with_lora}", _prompt(runner, size, with_lora))
         for size in step_sizes

@@ -22,7 +22,13 @@ def test_layers_are_one_graph_with_and_without_adapters(architecture: str, tmp_p
     folder = make_model(architecture, tmp_path / "model")
     adapter = make_adapter(folder, architecture, tmp_path / "adapter", targets="all-linear", rank=8)
     engine = Engine(
-        EngineConfig(model=str(folder), max_loras=2, max_lora_rank=8, adapter_dir=str(tmp_path / "catalogue"))
+        EngineConfig(
+            model=str(folder),
+            max_loras=2,
+            max_lora_rank=8,
+            max_num_batched_tokens=50,
+            adapter_dir=str(tmp_path / "catalogue"),
+        )
     )
     engine.adapters.load("a", str(adapter))
 
@@ -39,7 +45,7 @@ def test_layers_are_one_graph_with_and_without_adapters(architecture: str, tmp_p
     try:
         expected = answers()
         # The backend "eager" runs the traced graph as it is: what is tested is the tracing.
-        compile_decoder(engine.base.decoder, engine._loop._runner.warm_up, backend="eager")
+        compile_decoder(engine.base.decoder, engine._loop._runner.warm_up, max_tokens=50, backend="eager")
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert answers() == expected
             single = engine.start_sync(TokenPrompt(random_ids(7, 0)), SamplingParams(temperature=0, max_tokens=6))[0]
