@@ -10,8 +10,8 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from adapters.plan import AdapterPlan, PlannedPair
-from adapters.slab import Place
+from adapters.places import Place, bytes_of
+from adapters.planned import AdapterPlan, PlannedPair
 
 _FORMAT = b"switchboard adapter content 2\n"
 
@@ -33,7 +33,7 @@ def first_format_hash(plan: AdapterPlan) -> hashlib._Hash:
     for planned in plan.pairs.values():
         for place in (planned.a, planned.b):
             digest.update(_header(planned, place))
-            digest.update(place.file.read(place.entry)[1])
+            digest.update(bytes_of(place.read()))
     return digest
 
 

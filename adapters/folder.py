@@ -10,13 +10,13 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from adapters.errors import AdapterFilesNotFound, AdapterRefused
-from adapters.tensor_file import TensorEntry, TensorFile
+from adapters.places import TensorPlace
+from adapters.tensor_file import TensorFile
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -32,38 +32,6 @@ PICKLE_REMEDY = (
     "s.save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', map_location='cpu', "
     "weights_only=True).items()}, 'adapter_model.safetensors')\""
 )
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """A tensor and the open file that holds it."""
-
-    file: TensorFile
-    entry: TensorEntry
-
-    @property
-    def name(self) -> str:
-        """The tensor's name in the file."""
-        return self.entry.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As stored."""
-        return self.entry.shape
-
-    @property
-    def dtype(self) -> str:
-        """As safetensors names it."""
-        return self.entry.dtype
-
-    @property
-    def extent(self) -> tuple[TensorFile, int]:
-        """The file, and the offset of the first byte."""
-        return self.file, self.entry.start
-
-    def read_into(self, memory: memoryview) -> None:
-        """Fill `memory` with the stored bytes; from any thread."""
-        self.file.read_at(self.entry.start, [memory])
 
 
 class AdapterFolder:

@@ -8,14 +8,13 @@ adapters at start.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from adapters.errors import AdapterRefused
-from adapters.folder import AdapterFolder, TensorPlace
+from adapters.folder import AdapterFolder
 from adapters.keys import KeyResolver, TensorKey, split_key
+from adapters.places import TensorPlace
+from adapters.planned import AdapterPlan, PlannedPair
 from adapters.spec import AdapterSpec, OtherKind, declared_rank, parse_spec, scale_for
 from adapters.surface import LinearSite, ModelSurface
 from adapters.targets import target_warnings
@@ -23,32 +22,6 @@ from adapters.tensor_file import FLOAT_DTYPES
 
 MAX_LISTED = 5
 FULL_REMEDY = "merge the adapter into the model and serve that as the base, or train without it"
-
-
-@dataclass(frozen=True)
-class PlannedPair:
-    """A pair that will be read: its layer, its name in the files, where its halves are, and its scale."""
-
-    site: LinearSite
-    file_name: str
-    a: TensorPlace
-    b: TensorPlace
-    rank: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class AdapterPlan:
-    """A validated adapter whose numbers have not been read; `pairs` by layer name, sorted."""
-
-    spec: AdapterSpec
-    pairs: Mapping[str, PlannedPair]
-    warnings: list[str]
-
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all A and B in `dtype`."""
-        sizes = (pair.rank * (pair.site.in_features + pair.site.out_features) for pair in self.pairs.values())
-        return sum(sizes) * dtype.itemsize
 
 
 def check_adapter(folder: Path, surface: ModelSurface) -> AdapterPlan:
@@ -209,16 +182,16 @@ def _plan_pair(
     spec: AdapterSpec, site: LinearSite, file_name: str, a: TensorPlace, b: TensorPlace, surface: ModelSurface
 ) -> PlannedPair | str:
     """One pair if it fits its layer, else the sentence that says why not."""
-    a_shape, b_shape = a.entry.shape, b.entry.shape
+    a_shape, b_shape = a.shape, b.shape
     both = f"{file_name}: lora_A {list(a_shape)} and lora_B {list(b_shape)}"
     for half in (a, b):
-        if 0 in half.entry.shape:
+        if 0 in half.shape:
             return (
-                f"tensor {half.entry.name} is empty ({list(half.entry.shape)}); the checkpoint was probably saved from "
+                f"tensor {half.name} is empty ({list(half.shape)}); the checkpoint was probably saved from "
                 "a sharded trainer (ZeRO-3, FSDP) without gathering the weights, save it again"
             )
-        if half.entry.dtype not in FLOAT_DTYPES:
-            return f"tensor {half.entry.name} is {half.entry.dtype}; save it as one of {', '.join(FLOAT_DTYPES)}"
+        if half.dtype not in FLOAT_DTYPES:
+            return f"tensor {half.name} is {half.dtype}; save it as one of {', '.join(FLOAT_DTYPES)}"
     if len(a_shape) != 2 or len(b_shape) != 2:
         return f"{both} must have two dimensions each"
     rank = a_shape[0]

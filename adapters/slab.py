@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from adapters.tensor_file import FLOAT_DTYPES, TensorFile
+from adapters.places import Place
+from adapters.tensor_file import FLOAT_DTYPES
 
 MAX_THREADS = 8
 ALIGNMENT = 64
@@ -38,27 +39,6 @@ _BITS = {
     torch.float16: (np.uint16, 0x7FFF),
     torch.bfloat16: (np.uint16, 0x7FFF),
 }
-
-
-class Place(Protocol):
-    """Where a half is stored: its shape, its type as safetensors names it, and its bytes."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def extent(self) -> tuple[TensorFile, int] | None:
-        """The file that holds the bytes in one piece, and where they start; None where `read_into` must be asked."""
-        ...
-
-    def read_into(self, memory: memoryview) -> None:
-        """Fill `memory`, exactly as long as the half, with its numbers in the stored type; from any thread."""
 
 
 @dataclass(eq=False)

@@ -46,6 +46,11 @@ class AdapterSpec:
         rank_pattern, alpha_pattern: regular expression on module names -> value, in the config's order.
         use_dora: the config's flag; `weights` compares it with the tensors before it refuses.
         base_model_name_or_path: what the adapter was trained on, as the config says.
+        bias: which biases of the base were trained: `none`, `all` or `lora_only`.
+        lora_bias: lora_B has a trained bias.
+        modules_to_save: modules of which the files hold full weights.
+        trainable_tokens: module name (a suffix) -> token ids whose rows were trained (`trainable_token_indices`).
+        ensure_weight_tying: LoRA and rows of an embedding hold for a head that shares its table, too.
         warnings: sentences for the report.
     """
 
@@ -60,6 +65,11 @@ class AdapterSpec:
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     base_model_name_or_path: str | None = None
     use_dora: bool = False
+    bias: str = "none"
+    lora_bias: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    trainable_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ensure_weight_tying: bool = False
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -26,6 +26,11 @@ def identity(name: str) -> str:
     return name
 
 
+def no_tensor(name: str) -> torch.Tensor | None:
+    """A model that does not show its weights."""
+    return None
+
+
 @dataclass(frozen=True)
 class LinearSite:
     """A linear layer that can carry LoRA. `name` is its name in `model.named_modules()`; weight [out, in]."""
@@ -34,6 +39,19 @@ class LinearSite:
     in_features: int
     out_features: int
     part: Part = "decoder"
+
+
+@dataclass(frozen=True)
+class EmbeddingSite:
+    """An embedding table that adapters may touch: `num_tokens` rows of `width` numbers.
+
+    `tied_head` is the head that shares the table, or None.
+    """
+
+    name: str
+    num_tokens: int
+    width: int
+    tied_head: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,13 @@ class ModelSurface:
         lora_dtype: dtype that A and B are cast to.
         target_suffixes: deploy-time filter on the last name components; empty means all. `qkv_proj` and
             `gate_up_proj` mean their parts too.
+        serves_dora: pairs may carry a DoRA magnitude vector.
+        serves_bias: layers may carry a trained bias.
+        serves_embeddings: tables of `embeddings` may carry LoRA and replaced rows, and so may their heads.
+        extra_vocab_size: how many tokens an adapter may add past the base's table.
+        embeddings: module name -> embedding table.
+        base_tensor: the base's own tensor by its name in `model.named_parameters()`, any device and dtype, or None where
+            there is none of that name. Lets an adapter be served whose files hold a copy of base weights.
     """
 
     model_name: str
@@ -58,6 +83,12 @@ class ModelSurface:
     max_lora_rank: int = 64
     lora_dtype: torch.dtype = torch.float32
     target_suffixes: tuple[str, ...] = ()
+    serves_dora: bool = False
+    serves_bias: bool = False
+    serves_embeddings: bool = False
+    extra_vocab_size: int = 0
+    embeddings: Mapping[str, EmbeddingSite] = field(default_factory=dict)
+    base_tensor: Callable[[str], torch.Tensor | None] = no_tensor
 
     def is_targeted(self, module_name: str) -> bool:
         """Whether the deploy-time filter lets LoRA through on this module."""

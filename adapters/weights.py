@@ -18,7 +18,8 @@ import torch
 from adapters.digest import content_hash, first_format_hash
 from adapters.errors import AdapterRefused
 from adapters.folder import AdapterFolder
-from adapters.plan import AdapterPlan, PlannedPair, plan_adapter, short_model_name
+from adapters.plan import plan_adapter, short_model_name
+from adapters.planned import AdapterPlan, PlannedPair
 from adapters.report import AdapterReport
 from adapters.slab import Half, read_slab
 from adapters.spec import AdapterSpec
