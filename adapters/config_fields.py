@@ -13,7 +13,7 @@ READ_FIELDS = frozenset(
     {
         "peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
         "layers_pattern", "rank_pattern", "alpha_pattern", "base_model_name_or_path", "bias", "init_lora_weights",
-        "fan_in_fan_out", "use_dora",
+        "fan_in_fan_out", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "ensure_weight_tying",
     }
 )  # fmt: skip
 
@@ -25,24 +25,14 @@ INERT_FIELDS = frozenset(
         "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size",
         # changes the backward pass alone
         "velora_config",
-        # concerns embeddings and heads, which are refused by their tensors
-        "ensure_weight_tying",
         # written by other trainers or by very old PEFT: precision and learning rates of training
-        "merge_weights", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr", "unsloth_fixed",
+        "merge_weights", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr", "unsloth_fixed", "loraplus_lr_ratio",
+        "loraplus_lr_embedding",
     }
 )  # fmt: skip
 
 # Known fields that change the maths: refused unless null, false or empty.
 REFUSED_FIELDS: Mapping[str, str] = {
-    "modules_to_save": (
-        "full weight matrices (modules_to_save) are not served; train without modules_to_save, or merge the adapter "
-        "into the model and serve that as the base"
-    ),
-    "lora_bias": "a trained bias on lora_B (lora_bias) is not served; train with lora_bias=False",
-    "trainable_token_indices": (
-        "trained token embeddings (trainable_token_indices) are not served; train without them, or merge the adapter "
-        "into the model"
-    ),
     "target_parameters": (
         "LoRA on bare parameters (target_parameters, as for MoE experts) is not served; train with target_modules only"
     ),
@@ -59,6 +49,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "kasa_config": "KaSA (kasa_config) changes the base weights and is not served; train a plain LoRA",
     "monteclora_config": "MonteCLoRA (monteclora_config) is not served; train a plain LoRA",
     "megatron_config": "Megatron layers (megatron_config) are not served; export the adapter as a plain PEFT LoRA",
+    "use_mora": "MoRA (use_mora), a square matrix in place of two thin ones, is not served; train a plain LoRA",
     "enable_lora": "merged q/k/v LoRA of old PEFT versions (enable_lora) is not served; re-save with a current PEFT",
 }
 
@@ -74,3 +65,8 @@ CONVERTIBLE_KINDS = frozenset(
         "MISS", "GRALORA", "DELORA", "WAVEFT",
     }
 )  # fmt: skip
+
+# PEFT kinds that put something beside the weights instead of changing them: neither convertible nor mergeable.
+PROMPT_KINDS = frozenset(
+    {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE"}
+)

@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from adapters.errors import AdapterFilesNotFound, AdapterRefused
+from adapters.mlx import WEIGHTS_NAME as MLX_WEIGHTS_NAME
+from adapters.mlx import is_mlx_config
 from adapters.places import TensorPlace
 from adapters.tensor_file import TensorFile
 
@@ -22,7 +24,8 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
-EXTRA_EMBEDDINGS_NAMES = ("new_embeddings.safetensors", "new_embeddings.bin")
+NEW_EMBEDDINGS_NAME = "new_embeddings.safetensors"
+NEW_EMBEDDINGS_PICKLE = "new_embeddings.bin"
 MAX_JSON_LEN = 16 << 20
 MAX_SHARDS = 256
 
@@ -40,6 +43,7 @@ class AdapterFolder:
     Attributes:
         config: the parsed `adapter_config.json`.
         tensors: tensor name -> where it is.
+        added_rows: the same for `new_embeddings.safetensors`, which old servers read added tokens from; mostly empty.
     Raises `AdapterFilesNotFound` where there is no adapter, `AdapterRefused` where there is one that cannot be read.
     """
 
@@ -50,22 +54,24 @@ class AdapterFolder:
         if not folder.is_dir():
             raise AdapterFilesNotFound("no adapter was found there: the path is not a folder")
         if not self._exists(CONFIG_NAME):
-            raise AdapterFilesNotFound(f"no adapter was found there: the folder has no {CONFIG_NAME}")
+            raise AdapterFilesNotFound(
+                f"no adapter was found there: the folder has no {CONFIG_NAME}{self._subfolder_hint()}"
+            )
         self.config = self._read_json(CONFIG_NAME)
-        for name in EXTRA_EMBEDDINGS_NAMES:
-            if self._exists(name):
-                raise AdapterRefused(
-                    [f"{name}: added token embeddings are not served; merge the adapter into the model"]
-                )
+        if self._exists(NEW_EMBEDDINGS_PICKLE) and not self._exists(NEW_EMBEDDINGS_NAME):
+            raise AdapterRefused([f"{NEW_EMBEDDINGS_PICKLE} holds added token embeddings: {PICKLE_REMEDY}"])
         try:
             self.tensors: dict[str, TensorPlace] = self._open_tensors()
+            self.added_rows = self._add_file(NEW_EMBEDDINGS_NAME, {}) if self._exists(NEW_EMBEDDINGS_NAME) else {}
         except BaseException:
             self._stack.close()
             raise
 
     def check_unchanged(self) -> None:
         """Raise `AdapterRefused` if a weight file was written to since it was opened."""
-        for file in {id(place.file): place.file for place in self.tensors.values()}.values():
+        for file in {
+            id(place.file): place.file for place in [*self.tensors.values(), *self.added_rows.values()]
+        }.values():
             file.check_unchanged()
 
     def __enter__(self) -> AdapterFolder:
@@ -101,6 +107,8 @@ class AdapterFolder:
             return self._add_file(WEIGHTS_NAME, {})
         if self._exists(INDEX_NAME):
             return self._open_shards()
+        if is_mlx_config(self.config) and self._exists(MLX_WEIGHTS_NAME):
+            return self._add_file(MLX_WEIGHTS_NAME, {})
         raise AdapterRefused([self._why_no_weights()])
 
     def _open_shards(self) -> dict[str, TensorPlace]:
@@ -137,6 +145,11 @@ class AdapterFolder:
                 raise AdapterRefused([f"both {tensors[key].file.name} and {name} hold {key[:200]!r}"])
             tensors[key] = TensorPlace(file, entry)
         return tensors
+
+    def _subfolder_hint(self) -> str:
+        """Where the folder holds adapters one level down, as PEFT saves several at once: which to choose."""
+        names = sorted(path.parent.name for path in self._folder.glob(f"*/{CONFIG_NAME}"))
+        return f"; its sub-folders {', '.join(names[:5])} have one, name one of them" if names else ""
 
     def _why_no_weights(self) -> str:
         for name in PICKLE_NAMES:

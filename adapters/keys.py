@@ -8,12 +8,16 @@ tensors' contents. Called by `weights`.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from adapters.surface import ModelSurface
 
-Kind = Literal["A", "B", "bias", "magnitude", "embedding", "token", "full", "diag", "other"]
+Kind = Literal[
+    "A", "B", "lora_bias", "bias", "magnitude", "embedding_a", "embedding_b", "rows", "full", "diag", "kohya", "mlx_vlm",
+    "other",
+]  # fmt: skip
 
 # Wrapper modules that trainers leave in names; the layer is the same without them.
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
@@ -21,48 +25,65 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 ROLES = frozenset({"model", "language_model"})
 
 _PEFT_PREFIX = "base_model.model."
-_LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.(?P<adapter>[^.]+))??(?P<leaf>\.weight|\.bias)?")
-_OTHER_KEYS: tuple[tuple[str, Kind], ...] = (
-    (r"(?P<module>.+)\.lora_magnitude_vector(?:\.[^.]+)*", "magnitude"),
-    (r"(?P<module>.+)\.lora_embedding_[AB](?:\.[^.]+)*", "embedding"),
-    (r"(?P<module>.+?)\.(?:token_adapter\.)?trainable_tokens_(?:delta|indices|original)(?:\.[^.]+)*", "token"),
+_FULL_LEVEL = r"(?:\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module))?"
+# First match decides. `half` says which half of a pair, `adapter` is the name that PEFT gave in memory.
+_KEYS: tuple[tuple[str, Kind], ...] = (
+    (r"(?P<module>.+)\.lora_(?P<half>A)(?:\.(?P<adapter>[^.]+))??(?:\.weight)?", "A"),
+    (r"(?P<module>.+)\.lora_(?P<half>B)(?:\.(?P<adapter>[^.]+))??\.bias", "lora_bias"),
+    (r"(?P<module>.+)\.lora_(?P<half>B)(?:\.(?P<adapter>[^.]+))??(?:\.weight)?", "B"),
+    (r"(?P<module>.+)\.lora_(?P<mlx>a)", "A"),
+    (r"(?P<module>.+)\.lora_(?P<mlx>b)", "B"),
+    (r"(?P<module>.+)\.lora_magnitude_vector(?:\.(?P<adapter>(?!weight$)[^.]+))?(?:\.weight)?", "magnitude"),
+    (r"(?P<module>.+)\.(?P<mlx>m)", "magnitude"),
+    (r"(?P<module>.+)\.lora_embedding_A(?:\.(?P<adapter>[^.]+))?", "embedding_a"),
+    (r"(?P<module>.+)\.lora_embedding_B(?:\.(?P<adapter>[^.]+))?", "embedding_b"),
+    (r"(?P<module>.+?)\.(?:token_adapter\.)?trainable_tokens_delta(?:\.(?P<adapter>[^.]+))?", "rows"),
     (r"(?P<module>.+)\.(?:lora_diag|lora_E|ranknum)(?:\.[^.]+)*", "diag"),
-    (r"(?P<module>.+)\.bias", "bias"),
-    (r"(?P<module>.+?)(?:\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module))?\.weight", "full"),
+    (r"(?P<module>.+)\.(?:lora_(?:up|down)\.weight|lora\.(?:up|down)\.weight|alpha|dora_scale)", "kohya"),
+    (r"(?P<module>.+)\.(?:A|B)", "mlx_vlm"),
+    (rf"(?P<module>.+?){_FULL_LEVEL}\.bias", "bias"),
+    (rf"(?P<module>.+?){_FULL_LEVEL}\.weight", "full"),
 )
 
 
 @dataclass(frozen=True)
 class TensorKey:
-    """A tensor's name taken apart: its module (without wrappers and PEFT's prefix), and what the tensor is."""
+    """A tensor's name taken apart.
+
+    Attributes:
+        raw: the name as the file has it.
+        module: the module, without wrappers and PEFT's prefix.
+        kind: what the tensor is.
+        adapter: the adapter's name in the key, where it has one.
+        is_mlx: written by mlx-lm, which stores both halves transposed.
+    """
 
     raw: str
     module: str
     kind: Kind
     adapter: str | None = None
+    is_mlx: bool = False
 
 
 def split_key(raw: str) -> TensorKey:
     """Take a tensor's name apart; anything that is not a LoRA half gets the kind that says what it is."""
-    match = _LORA_KEY.fullmatch(raw)
-    if match is not None and match["leaf"] != ".bias":
-        return TensorKey(raw, clean_module(match["module"]), "A" if match["half"] == "A" else "B", match["adapter"])
-    if match is not None:
-        return TensorKey(raw, clean_module(match["module"]), "bias")
-    for pattern, kind in _OTHER_KEYS:
+    for pattern, kind in _KEYS:
         match = re.fullmatch(pattern, raw)
         if match is not None:
-            return TensorKey(raw, clean_module(match["module"]), kind)
+            groups = match.groupdict()
+            return TensorKey(raw, clean_module(match["module"]), kind, groups.get("adapter"), bool(groups.get("mlx")))
     return TensorKey(raw, clean_module(raw), "other")
 
 
 def clean_module(name: str) -> str:
     """Drop wrapper levels and PEFT's own prefix, however often they occur."""
     name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-    name = name.removeprefix("module.")
-    while name.startswith(_PEFT_PREFIX):
-        name = name[len(_PEFT_PREFIX) :]
-    return name
+    while True:
+        # torch's DataParallel and DeepSpeed put `module.` in front, PEFT its own; both can be nested
+        shorter = name.removeprefix("module.").removeprefix(_PEFT_PREFIX)
+        if shorter == name:
+            return name
+        name = shorter
 
 
 @dataclass(frozen=True)
@@ -73,36 +94,46 @@ class Landing:
     candidates: tuple[str, ...] = ()
 
 
-class KeyResolver:
-    """Finds the layer that a cleaned module name means.
+class NameResolver:
+    """Finds the one of the model's `names` that a name in an adapter's files means.
 
     Tried in this order, and the first that hits decides: the name itself, the name after the model's own checkpoint
-    renames, then equality of both names without the levels in `ROLES`. The last one must leave exactly one layer.
+    renames, then equality of both names without the levels in `ROLES`. The last one must leave exactly one name.
     """
 
-    def __init__(self, surface: ModelSurface) -> None:
-        self._surface = surface
-        self._known = {*surface.linears, *surface.unsupported}
+    def __init__(self, names: Collection[str], rename: Callable[[str], str]) -> None:
+        self._known = frozenset(names)
+        self._rename = rename
         self._by_core: dict[str, list[str]] = {}
         for name in sorted(self._known):
             self._by_core.setdefault(_core(name), []).append(name)
 
-    def resolve(self, module: str) -> Landing:
-        """The layer (or the unsupported module) of the running model that `module` means."""
-        renamed = self._surface.rename_key(module)
-        for name in (module, renamed):
+    def resolve(self, written: str) -> Landing:
+        """The running model's name that `written` means."""
+        renamed = self._rename(written)
+        for name in (written, renamed):
             if name in self._known:
                 return Landing(name)
-        candidates = {name for spelling in (module, renamed) for name in self._by_core.get(_core(spelling), ())}
+        candidates = {name for spelling in (written, renamed) for name in self._by_core.get(_core(spelling), ())}
         if len(candidates) == 1:
             return Landing(candidates.pop())
         return Landing(None, tuple(sorted(candidates)))
 
+
+class KeyResolver(NameResolver):
+    """Finds the layer that a cleaned module name means."""
+
+    def __init__(self, surface: ModelSurface) -> None:
+        super().__init__({*surface.linears, *surface.embeddings, *surface.unsupported}, surface.rename_key)
+        self._surface = surface
+
     def why_unsupported(self, module: str) -> str | None:
         """Why LoRA on this module, or on a module that holds it, is not served; None where nothing is known."""
-        landing = self.resolve(module)
-        if landing.name is not None and landing.name not in self._surface.linears:
-            return self._surface.unsupported[landing.name]
+        name = self.resolve(module).name
+        if name is not None and name in self._surface.unsupported:
+            return self._surface.unsupported[name]
+        if name is not None:
+            return None
         levels = module.split(".")
         for depth in range(len(levels) - 1, 0, -1):
             parent = self.resolve(".".join(levels[:depth])).name

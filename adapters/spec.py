@@ -18,6 +18,7 @@ from adapters.config_fields import (
     CONVERTIBLE_KINDS,
     INERT_FIELDS,
     PLAIN_INITS,
+    PROMPT_KINDS,
     READ_FIELDS,
     REFUSED_FIELDS,
 )
@@ -123,8 +124,12 @@ def parse_spec(config: Mapping[str, Any]) -> AdapterSpec:
         "rank_pattern": reader.patterns("rank_pattern", is_rank=True),
         "alpha_pattern": reader.patterns("alpha_pattern", is_rank=False),
         "base_model_name_or_path": reader.base_model(),
+        "bias": reader.bias(),
+        "lora_bias": reader.flag("lora_bias"),
+        "modules_to_save": reader.modules_to_save(),
+        "trainable_tokens": reader.trainable_tokens(),
+        "ensure_weight_tying": reader.flag("ensure_weight_tying"),
     }
-    reader.check_bias()
     reader.check_init()
     reader.check_other_fields()
     if reader.reasons:
@@ -236,13 +241,39 @@ class _Reader:
         self._wrong("base_model_name_or_path", value, "a text or null")
         return None
 
-    def check_bias(self) -> None:
+    def bias(self) -> str:
         value = self.config.get("bias")
-        if value not in (None, "none", False):
-            self.reasons.append(
-                f"bias is {_shown(value)}: trained bias vectors are not served; train with bias='none' (where the "
-                "layers have no bias, nothing was trained, and the field may be set to 'none' in adapter_config.json)"
-            )
+        if value in (None, False, "none"):
+            return "none"
+        if value not in ("all", "lora_only"):
+            self._wrong("bias", value, "none, all or lora_only")
+        return str(value)
+
+    def modules_to_save(self) -> tuple[str, ...]:
+        value = self.config.get("modules_to_save")
+        if not value:
+            return ()
+        names = [value] if isinstance(value, str) else value
+        if isinstance(names, list) and all(isinstance(item, str) for item in names):
+            return tuple(names)
+        self._wrong("modules_to_save", value, "a list of module names or null")
+        return ()
+
+    def trainable_tokens(self) -> dict[str, tuple[int, ...]]:
+        """Module name -> token ids; a bare list is about the input embedding, whatever its name, here the empty name."""
+        value = self.config.get("trainable_token_indices")
+        if not value:
+            return {}
+        by_module = value if isinstance(value, dict) else {"": value}
+        result = {}
+        for name, items in by_module.items():
+            numbers = [_whole_number(item) for item in items] if isinstance(items, list) else [None]
+            ids = [number for number in numbers if number is not None and number >= 0]
+            if len(ids) != len(numbers) or len(set(ids)) != len(ids):
+                self._wrong("trainable_token_indices", value, "a list of different token ids, or such a list by module")
+                return {}
+            result[str(name)] = tuple(ids)
+        return result
 
     def check_init(self) -> None:
         value = self.config.get("init_lora_weights")
@@ -264,6 +295,7 @@ class _Reader:
             )
 
     def check_other_fields(self) -> None:
+        ignored: list[str] = []
         for name, value in self.config.items():
             if name in READ_FIELDS or name in INERT_FIELDS:
                 continue
@@ -273,11 +305,18 @@ class _Reader:
                     self.reasons.append(REFUSED_FIELDS[name] + self._named_modules(name, value))
             elif is_neutral:
                 log.info("event=adapter_config_field_ignored field=%r value=%r", name, value)
+                ignored.append(_shown(name))
             else:
                 self.reasons.append(
                     f"the field {_shown(name)} of adapter_config.json is {_shown(value)}, which is not known here and "
                     "may change the result; if it does not matter at inference, set it to null"
                 )
+        if ignored:
+            more = f" and {len(ignored) - 5} more" if len(ignored) > 5 else ""
+            self.warnings.append(
+                f"fields of adapter_config.json that are not known here were ignored, because their values switch nothing "
+                f"on: {', '.join(ignored[:5])}{more}"
+            )
 
     @staticmethod
     def _named_modules(name: str, value: Any) -> str:
@@ -294,10 +333,16 @@ class _Reader:
 
 
 def _other_kind(kind: Any) -> str:
-    if isinstance(kind, str) and kind.upper() in CONVERTIBLE_KINDS:
+    name = kind.upper() if isinstance(kind, str) else ""
+    if name in CONVERTIBLE_KINDS:
         return (
             f"peft_type is {_clip(kind)}, but only LORA is served; PEFT can turn it into a LoRA: load it with "
             "PeftModel.from_pretrained and call peft.save_as_lora(folder, model, rank=64)"
+        )
+    if name in PROMPT_KINDS:
+        return (
+            f"peft_type is {_clip(kind)}, but only LORA is served; it trains virtual tokens or extra attention, which no "
+            "LoRA equals; train a LoRA"
         )
     return (
         f"peft_type is {_shown(kind)}, but only LORA is served; merge the adapter into the model and serve that, or "

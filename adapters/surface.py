@@ -6,7 +6,7 @@ Knows nothing of transformers or of any architecture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,8 +72,9 @@ class ModelSurface:
         serves_embeddings: tables of `embeddings` may carry LoRA and replaced rows, and so may their heads.
         extra_vocab_size: how many tokens an adapter may add past the base's table.
         embeddings: module name -> embedding table.
-        base_tensor: the base's own tensor by its name in `model.named_parameters()`, any device and dtype, or None where
-            there is none of that name. Lets an adapter be served whose files hold a copy of base weights.
+        base_tensor: the base's own parameter or buffer by its name, any device and dtype, or None where there is none of
+            that name. Lets an adapter be served whose files hold a copy of base weights.
+        base_tensor_names: the names that `base_tensor` knows.
     """
 
     model_name: str
@@ -89,6 +90,7 @@ class ModelSurface:
     extra_vocab_size: int = 0
     embeddings: Mapping[str, EmbeddingSite] = field(default_factory=dict)
     base_tensor: Callable[[str], torch.Tensor | None] = no_tensor
+    base_tensor_names: Collection[str] = ()
 
     def is_targeted(self, module_name: str) -> bool:
         """Whether the deploy-time filter lets LoRA through on this module."""

@@ -18,7 +18,9 @@ import torch
 from adapters.digest import content_hash, first_format_hash
 from adapters.errors import AdapterRefused
 from adapters.folder import AdapterFolder
-from adapters.plan import plan_adapter, short_model_name
+from adapters.full_tensors import check_copies
+from adapters.landing import short_model_name
+from adapters.plan import plan_adapter
 from adapters.planned import AdapterPlan, PlannedPair
 from adapters.report import AdapterReport
 from adapters.slab import Half, read_slab
@@ -55,6 +57,7 @@ def read_adapter(
     """
     with AdapterFolder(folder, allowed_roots=allowed_roots) as files:
         plan = plan_adapter(files, surface)
+        check_copies(plan.copies, surface)
         halves = {name: (Half(planned.a, 1.0), Half(planned.b, planned.scale)) for name, planned in plan.pairs.items()}
         hashes = read_slab([half for pair in halves.values() for half in pair], surface.lora_dtype)
         files.check_unchanged()

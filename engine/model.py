@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,7 +127,18 @@ class BaseModel:
             max_lora_rank=max_lora_rank,
             lora_dtype=lora_dtype,
             target_suffixes=target_suffixes,
+            base_tensor=self._tensor,
+            base_tensor_names=[name for name, _ in _named_tensors(self.model)],
         )
+
+    def _tensor(self, name: str) -> torch.Tensor | None:
+        """A parameter or buffer as it is now: linears that are computed together replace theirs by views."""
+        parent, _, leaf = name.rpartition(".")
+        try:
+            tensor = getattr(self.model.get_submodule(parent), leaf, None)
+        except AttributeError:
+            return None
+        return tensor.detach() if isinstance(tensor, torch.Tensor) else None
 
     def _part_of(self, name: str) -> Any:
         if name == "lm_head":
@@ -249,6 +261,12 @@ def _is_inside_attention_block(model: nn.Module, name: str) -> bool:
     """`nn.MultiheadAttention` never calls its children's forward, so LoRA there would do nothing."""
     parent = name.rpartition(".")[0]
     return bool(parent) and isinstance(model.get_submodule(parent), nn.MultiheadAttention)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, tied ones under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _key_renamer(model: PreTrainedModel) -> Any:

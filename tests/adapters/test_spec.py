@@ -70,6 +70,12 @@ def test_odd_json_types_that_mean_the_same_give_the_same_spec(fields: dict[str, 
         ({"alpha_pattern": {"q_(": 3}}, "is not a regular expression"),
         ({"alpha_pattern": {"(a+)+": 3}}, "a repeat inside a repeat"),
         ({"base_model_name_or_path": 3}, "must be a text or null"),
+        ({"bias": "some"}, "must be none, all or lora_only"),
+        ({"modules_to_save": [1]}, "modules_to_save in adapter_config.json is a list"),
+        ({"lora_bias": "perhaps"}, "must be true or false"),
+        ({"trainable_token_indices": [1, 1]}, "must be a list of different token ids"),
+        ({"trainable_token_indices": [-1]}, "must be a list of different token ids"),
+        ({"trainable_token_indices": {"embed_tokens": 3}}, "must be a list of different token ids"),
     ],
 )
 def test_wrong_values_are_named_with_what_is_allowed(fields: dict[str, Any], said: str) -> None:
@@ -85,12 +91,6 @@ def test_a_config_that_is_no_object_is_refused(top: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save: lm_head"),
-        ({"bias": "all"}, "trained bias vectors are not served"),
-        ({"bias": "lora_only"}, "bias='none'"),
-        ({"lora_bias": True}, "lora_bias=False"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
-        ({"trainable_token_indices": {"embed_tokens": [1]}}, "trainable_token_indices"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "mlp.experts.gate_up_proj"),
         ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication"),
         ({"alora_invocation_tokens": [1, 2]}, "activated LoRA"),
@@ -115,8 +115,18 @@ def test_fields_that_change_the_maths_are_refused_by_name(fields: dict[str, Any]
 
 
 def test_all_faults_are_told_at_once() -> None:
-    told = reasons(r=None, bias="all", modules_to_save=["lm_head"], zz_future=1)
-    assert all(word in told for word in ("has no r", "bias", "modules_to_save", "zz_future"))
+    told = reasons(r=None, bias="some", use_qalora=True, zz_future=1)
+    assert all(word in told for word in ("has no r", "bias", "use_qalora", "zz_future"))
+
+
+def test_what_was_trained_beside_lora_is_kept_for_the_plan() -> None:
+    spec = parse_spec(
+        config(bias="lora_only", lora_bias=True, modules_to_save=["lm_head"], trainable_token_indices=[5, 9])
+    )
+    assert (spec.bias, spec.lora_bias, spec.modules_to_save) == ("lora_only", True, ("lm_head",))
+    assert spec.trainable_tokens == {"": (5, 9)}
+    by_module = parse_spec(config(trainable_token_indices={"embed_tokens": [1], "lm_head": [2, 3]}))
+    assert by_module.trainable_tokens == {"embed_tokens": (1,), "lm_head": (2, 3)}
 
 
 @pytest.mark.parametrize("kind", ["LOHA", "LOKR", "VERA", "RANDLORA"])
@@ -133,7 +143,7 @@ def test_the_kinds_said_to_be_convertible_are_those_that_peft_converts() -> None
     assert known >= CONVERTIBLE_KINDS, CONVERTIBLE_KINDS - known
 
 
-@pytest.mark.parametrize("kind", ["IA3", "PREFIX_TUNING", "ADALORA", 3, ["LORA"]])
+@pytest.mark.parametrize("kind", ["IA3", "PREFIX_TUNING", "PROMPT_TUNING", "ADALORA", 3, ["LORA"]])
 def test_other_kinds_are_refused_with_another_remedy(kind: Any) -> None:
     told = reasons(peft_type=kind)
     assert "only LORA is served" in told and "save_as_lora" not in told
@@ -150,6 +160,11 @@ def test_neutral_unknown_fields_are_ignored_with_a_log_line(caplog: pytest.LogCa
         parse_spec(config(**neutral, zz_future=None, zz_list=[], zz_flag=False))
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 3 and all("zz_" in line for line in told)
+
+
+def test_neutral_unknown_fields_are_named_in_one_warning() -> None:
+    spec = parse_spec(config(zz_future=None, zz_list=[], corda_config=None))
+    assert len(spec.warnings) == 1 and "'zz_future', 'zz_list'" in spec.warnings[0]
 
 
 def test_every_field_of_the_installed_peft_has_a_meaning_here() -> None:
