@@ -62,6 +62,7 @@ class _ExtrasPlanner:
         heads = [site.tied_head for site in surface.embeddings.values() if site.tied_head]
         linear_heads = [name for name, site in surface.linears.items() if site.part == "head"]
         self._tables = NameResolver({*surface.embeddings, *heads, *linear_heads}, surface.rename_key)
+        self._layers = NameResolver(surface.linears, surface.rename_key)
         self._refused: dict[str, list[str]] = {}
 
     def plan(
@@ -97,7 +98,7 @@ class _ExtrasPlanner:
 
     def _add_bias(self, key: TensorKey, place: TensorPlace) -> None:
         check_numbers(place)
-        layer = NameResolver(self._surface.linears, self._surface.rename_key).resolve(key.module).name
+        layer = self._layers.resolve(key.module).name
         if self._surface.serves_bias and layer is not None:
             if place.shape != (self._surface.linears[layer].out_features,):
                 raise Misfit(
@@ -236,6 +237,16 @@ class _ExtrasPlanner:
                 "trainable_token_indices names tokens, but the files hold no rows for them; the checkpoint is incomplete, "
                 "save it again"
             )
+        lost = [
+            layer
+            for layer in self._touched(keys)
+            if self._spec.bias != "none" and f"{layer}.bias" in self._surface.base_tensor_names
+        ]
+        if lost and not any(key.kind == "bias" for key in keys):
+            self._extras.reasons.append(
+                f"bias is {self._spec.bias!r}, but the files hold no biases, though {listed(lost)} have one; old versions of "
+                "PEFT lost them: train with bias='none', or save the adapter again with a current one"
+            )
         has_lora_bias = any(key.kind == "lora_bias" for key in keys)
         if has_lora_bias and not self._surface.serves_bias:
             self._refuse(
@@ -249,6 +260,11 @@ class _ExtrasPlanner:
                 "correct adapter_config.json, or save the adapter again"
             )
 
+    def _touched(self, keys: Iterable[TensorKey]) -> list[str]:
+        """Layers with LoRA, by name."""
+        found = {self._layers.resolve(module).name for module in {key.module for key in keys if key.kind == "A"}}
+        return sorted(name for name in found if name is not None)
+
     def _refuse(self, sentence: str, name: str) -> None:
         self._refused.setdefault(sentence, []).append(name)
 
@@ -260,12 +276,14 @@ class _ExtrasPlanner:
 def check_copies(copies: Iterable[PlannedCopy], surface: ModelSurface) -> None:
     """Compare copies with the base's tensors; raises `AdapterRefused` where they are not equal.
 
-    They are equal if they are so in the type of the base or in the type of the file: a base that is served in another
-    precision than it was trained with rounds both alike.
+    Equal is what is so in the type of the base or in the type of the file: a base that is served in another precision
+    than it was trained with rounds both alike. A base on the meta device has shapes alone and is not compared.
     """
     reasons = []
     for copy in copies:
         base = surface.base_tensor(copy.tensor_name)
+        if base is not None and base.is_meta:
+            continue
         num_rows = copy.copy.shape[0]
         num_different = num_rows if base is None else _num_different_rows(copy.copy, base)
         if num_different:

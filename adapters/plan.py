@@ -43,7 +43,8 @@ def plan_adapter(files: AdapterFolder, surface: ModelSurface) -> AdapterPlan:
     reasons += _dora_reasons(halves, spec, surface)
     landed = land(halves, surface, reasons)
     if spec is None:
-        raise AdapterRefused(reasons)
+        others = plan_extras(keys, files.tensors, files.added_rows, AdapterSpec(rank=1, alpha=1.0), surface)
+        raise AdapterRefused(reasons + others.reasons)
     pairs, biases, embeddings, faults = _fit(spec, landed.pieces, surface, is_mlx=is_mlx_config(files.config))
     reasons += first_few(faults) + _rank_reasons([*pairs.values(), *embeddings.values()], surface)
     extras = plan_extras(keys, files.tensors, files.added_rows, spec, surface)

@@ -20,7 +20,7 @@ from adapters.errors import AdapterRefused
 from adapters.folder import AdapterFolder
 from adapters.full_tensors import check_copies
 from adapters.landing import short_model_name
-from adapters.plan import plan_adapter
+from adapters.plan import base_match, plan_adapter
 from adapters.planned import AdapterPlan, PlannedPair
 from adapters.report import AdapterReport
 from adapters.slab import Half, read_slab
@@ -102,10 +102,10 @@ def _report(plan: AdapterPlan, surface: ModelSurface, digest: str, *, is_zero_ef
     return AdapterReport(
         matched=len(plan.pairs),
         total=len(plan.pairs),
-        rank=max(ranks),
+        rank=max(ranks, default=0),
         ranks=dict(sorted(ranks.items())),
         alpha=plan.spec.alpha,
-        scale=scales.most_common(1)[0][0],
+        scale=scales.most_common(1)[0][0] if scales else 0.0,
         scales=dict(sorted(scales.items())),
         target_modules=sorted({name.rpartition(".")[2] for name in plan.pairs}),
         parts=sorted({pair.site.part for pair in pairs}),
@@ -116,6 +116,9 @@ def _report(plan: AdapterPlan, surface: ModelSurface, digest: str, *, is_zero_ef
         base_model=short_model_name(plan.spec.base_model_name_or_path),
         warnings=warnings,
         is_zero_effect=is_zero_effect,
+        base_match=base_match(plan.spec, surface.model_name),
+        file_dtypes=file_dtypes(plan),
+        groups=module_groups(plan),
     )
 
 

@@ -195,6 +195,25 @@ def load_model(
     return BaseModel(model.eval().requires_grad_(False).to(target), architecture, name)
 
 
+def outline_model(path: str) -> BaseModel:
+    """A base model's layers and shapes without its weights: built on the meta device, from the config alone.
+
+    Raises:
+        UnsupportedModel: the architecture is not served.
+        InvalidRequest: no config is at the path.
+    """
+    _check_path(path, None)
+    device = torch.device("meta")
+    with _plain_errors(path):
+        config = AutoConfig.from_pretrained(path)
+    architecture = find_architecture(config)
+    model_class = getattr(transformers, architecture.class_name)
+    with device:
+        model = model_class._from_config(copy.deepcopy(config), dtype=_pick_dtype("auto", config, device))
+    name = Path(path).name if Path(path).exists() else path
+    return BaseModel(model.eval().requires_grad_(False), architecture, name)
+
+
 def _check_path(path: str, gguf_file: str | None) -> None:
     """What looks like a path of this machine must be one; a hub id is left to transformers."""
     folder = Path(path).expanduser()

@@ -322,7 +322,7 @@ def test_inspecting_an_upload_keeps_nothing(make: Make, reference: Path, tmp_pat
 
 
 def test_inspecting_a_bad_upload_tells_all_reasons(make: Make, reference: Path, tmp_path: Path) -> None:
-    bad = edit(reference, tmp_path / "x", config={"bias": "all", "modules_to_save": ["lm_head"]})
+    bad = edit(reference, tmp_path / "x", config={"use_qalora": True, "use_mora": True})
     for manager in (make(), make(adapter_dir=None)):
         report = manager.inspect_upload(upload_of(bad))
         assert not report.is_ok and len(report.errors) == 2 and report.code == "adapter_refused"
@@ -332,7 +332,7 @@ def test_inspecting_a_bad_upload_tells_all_reasons(make: Make, reference: Path, 
 def test_a_bad_upload_leaves_nothing_behind(make: Make, reference: Path, tmp_path: Path) -> None:
     manager = make()
     with pytest.raises(AdapterRefused):
-        manager.install_upload("sql", upload_of(edit(reference, tmp_path / "x", config={"bias": "all"})))
+        manager.install_upload("sql", upload_of(edit(reference, tmp_path / "x", config={"use_qalora": True})))
     assert manager.list() == []
     assert [*(tmp_path / "own" / "adapters").iterdir()] == [*(tmp_path / "own" / "incoming").iterdir()] == []
 
