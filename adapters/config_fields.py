@@ -13,7 +13,7 @@ READ_FIELDS = frozenset(
     {
         "peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
         "layers_pattern", "rank_pattern", "alpha_pattern", "base_model_name_or_path", "bias", "init_lora_weights",
-        "fan_in_fan_out", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "ensure_weight_tying",
+        "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "ensure_weight_tying",
     }
 )  # fmt: skip
 
@@ -23,11 +23,13 @@ INERT_FIELDS = frozenset(
         # PEFT's own book-keeping, dropout (training only) and helpers of initialisations that leave the base alone
         "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "runtime_config",
         "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size",
+        # says how the base stores its weights, not the adapter its halves
+        "fan_in_fan_out",
         # changes the backward pass alone
         "velora_config",
         # written by other trainers or by very old PEFT: precision and learning rates of training
         "merge_weights", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr", "unsloth_fixed", "loraplus_lr_ratio",
-        "loraplus_lr_embedding",
+        "loraplus_lr_embedding", "mora_type",
     }
 )  # fmt: skip
 

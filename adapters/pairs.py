@@ -46,15 +46,13 @@ def plan_linear(
 
 
 def plan_embedding(
-    spec: AdapterSpec, site: EmbeddingSite, piece: Piece, surface: ModelSurface, *, is_mlx: bool
+    spec: AdapterSpec, site: EmbeddingSite, piece: Piece, surface: ModelSurface, *, also_head: bool
 ) -> PlannedEmbedding:
     """The pair of an embedding table; raises `Misfit`."""
     if piece.magnitude is not None or piece.lora_bias is not None:
         raise Misfit(f"{piece.file_name}: DoRA and biases on embeddings are not served; leave it out of target_modules")
     _check_piece(piece, site.num_tokens, site.width, spec, surface, site.name)
     rank = piece.a.shape[0]
-    # mlx-lm's tied heads read the embedding with its LoRA; PEFT's do where the config ties them
-    also_head = site.tied_head is not None and (spec.ensure_weight_tying or is_mlx)
     scale = scale_for(spec, piece.file_name, rank, site.name)
     return PlannedEmbedding(site, piece.file_name, piece.a, piece.b, rank, scale, also_head)
 

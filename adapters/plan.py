@@ -146,7 +146,10 @@ def _fit(
                     biases[name] = bias
             else:
                 site = surface.embeddings[name]
-                embeddings[name] = plan_embedding(spec, site, pieces[name][0], surface, is_mlx=is_mlx)
+                # mlx-lm's tied heads read the embedding with its LoRA; PEFT's do where the config ties them, and then
+                # it mostly writes the head's pair out as well
+                is_shared = (spec.ensure_weight_tying or is_mlx) and site.tied_head not in (None, *pieces)
+                embeddings[name] = plan_embedding(spec, site, pieces[name][0], surface, also_head=is_shared)
         except Misfit as misfit:
             faults.append(str(misfit))
     return pairs, biases, embeddings, faults

@@ -66,7 +66,7 @@ class PlannedEmbedding:
 
     Attributes:
         a: [R, V]. b: [H, R].
-        also_head: the head shares the table and its LoRA (`ensure_weight_tying`): logits get
+        also_head: the head shares the table and its LoRA, and the files hold no pair of its own for it: logits get
             `scale * a.T @ (b.T @ hidden)` added.
     """
 

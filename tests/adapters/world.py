@@ -51,6 +51,12 @@ def surface_of(model: nn.Module, **settings: Any) -> ModelSurface:
     return ModelSurface(**(values | settings))
 
 
+def open_surface(model: nn.Module, **settings: Any) -> ModelSurface:
+    """A surface that shows the base's own tensors."""
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return surface_of(model, **{"base_tensor": tensors.get, "base_tensor_names": list(tensors)} | settings)
+
+
 def save_peft(model: nn.Module, folder: Path, *, seed: int = 1, std: float = 0.3, **settings: Any) -> Path:
     """A real PEFT adapter whose halves are all random and strong; `init_lora_weights` stays true."""
     values: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
