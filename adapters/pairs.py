@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from adapters.landing import Piece, short_model_name
 from adapters.places import BlockPlace, Place, TensorPlace
 from adapters.planned import PlannedBias, PlannedEmbedding, PlannedPair
-from adapters.spec import AdapterSpec, declared_rank, scale_for
+from adapters.spec import AdapterSpec, declared_ranks, scale_for
 from adapters.surface import PACKED_SUFFIXES, EmbeddingSite, LinearSite, ModelSurface
 from adapters.tensor_file import FLOAT_DTYPES
 
@@ -80,9 +80,9 @@ def _check_piece(
     for vector in (piece.magnitude, piece.lora_bias):
         if vector is not None and vector.shape != (num_rows,):
             raise Misfit(f"tensor {vector.name} is {list(vector.shape)}, but the model needs [{num_rows}] there")
-    declared_here = declared_rank(spec, piece.file_name, name)
-    if declared_here != rank:
-        raise Misfit(f"{both} have rank {rank}, but adapter_config.json gives rank {declared_here} (r or rank_pattern)")
+    ranks = declared_ranks(spec, piece.file_name, name)
+    if rank not in ranks:
+        raise Misfit(f"{both} have rank {rank}, but adapter_config.json gives rank {ranks[0]} (r or rank_pattern)")
 
 
 def check_numbers(place: TensorPlace) -> None:

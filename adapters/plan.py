@@ -18,7 +18,7 @@ from adapters.landing import Halves, Piece, first_few, land, listed, pair_up, sh
 from adapters.mlx import as_peft_config, is_mlx_config
 from adapters.pairs import Misfit, plan_embedding, plan_linear
 from adapters.planned import AdapterPlan, PlannedBias, PlannedEmbedding, PlannedPair
-from adapters.spec import AdapterSpec, OtherKind, parse_spec
+from adapters.spec import AdapterSpec, OtherKind, declared_alphas, parse_spec
 from adapters.surface import ModelSurface
 from adapters.targets import target_warnings
 
@@ -58,7 +58,7 @@ def plan_adapter(files: AdapterFolder, surface: ModelSurface) -> AdapterPlan:
     return AdapterPlan(
         spec,
         pairs,
-        [*spec.warnings, *_base_warning(spec, surface), *extras.warnings, *targets],
+        [*spec.warnings, *_base_warning(spec, surface), *_alpha_warning(spec, pairs), *extras.warnings, *targets],
         biases=dict(sorted((biases | extras.biases).items())),
         embeddings=embeddings,
         rows=dict(sorted(extras.rows.items())),
@@ -169,6 +169,17 @@ def _num_added_tokens(extras: Extras, surface: ModelSurface) -> int:
     num_tokens = max((site.num_tokens for site in surface.embeddings.values()), default=0)
     last = max((max(rows.token_ids) for rows in extras.rows.values()), default=-1)
     return max(0, last + 1 - num_tokens)
+
+
+def _alpha_warning(spec: AdapterSpec, pairs: Mapping[str, PlannedPair]) -> list[str]:
+    """Overlapping entries of `alpha_pattern`: the tensors show which rank was trained, but not which alpha."""
+    unclear = [name for name, pair in pairs.items() if len(set(declared_alphas(spec, pair.file_name, name))) > 1]
+    if not unclear:
+        return []
+    return [
+        f"several entries of alpha_pattern match {listed(unclear)}; the first in the file counts, as it does in PEFT, but "
+        "PEFT sorts them when it saves: check the scale, or leave only the entry that was meant"
+    ]
 
 
 def base_match(spec: AdapterSpec, model_name: str) -> str:

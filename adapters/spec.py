@@ -77,20 +77,29 @@ class AdapterSpec:
         compiled = {key: compile_peft_pattern(key) for key in (*self.rank_pattern, *self.alpha_pattern)}
         object.__setattr__(self, "_compiled", compiled)
 
-    def pattern_key(self, patterns: Mapping[str, Any], *names: str) -> str | None:
-        """The first entry of `patterns` that matches one of a module's `names`, as PEFT's `get_pattern_key` decides."""
+    def pattern_values(self, patterns: Mapping[str, Any], *names: str) -> list[Any]:
+        """Values of the entries of `patterns` that match one of a module's `names`, the first of these that has any.
+
+        The first value is the one that PEFT's `get_pattern_key` picks from the file. It need not be the one that was
+        picked in training, because PEFT sorts the entries when it saves.
+        """
         compiled: dict[str, re.Pattern[str]] = self._compiled  # type: ignore[attr-defined]
         for name in names:
-            for key in patterns:
-                if compiled[key].match(name):
-                    return key
-        return None
+            values = [value for key, value in patterns.items() if compiled[key].match(name)]
+            if values:
+                return values
+        return []
 
 
-def declared_rank(spec: AdapterSpec, *names: str) -> int:
-    """The rank that the config gives a module; `names` are its name in the files and, optionally, in the model."""
-    key = spec.pattern_key(spec.rank_pattern, *names)
-    return spec.rank if key is None else spec.rank_pattern[key]
+def declared_ranks(spec: AdapterSpec, *names: str) -> list[int]:
+    """The ranks that the config may give a module, the likeliest first; `names` are its name in the files and, optionally,
+    in the model."""
+    return spec.pattern_values(spec.rank_pattern, *names) or [spec.rank]
+
+
+def declared_alphas(spec: AdapterSpec, *names: str) -> list[float]:
+    """The alphas that the config may give a module, the one that counts first."""
+    return spec.pattern_values(spec.alpha_pattern, *names) or [spec.alpha]
 
 
 def scale_for(spec: AdapterSpec, module_name: str, rank: int, *aliases: str) -> float:
@@ -99,8 +108,7 @@ def scale_for(spec: AdapterSpec, module_name: str, rank: int, *aliases: str) -> 
     `module_name` is the module's name in the adapter's files, on which its patterns were written; `aliases` are tried
     where no pattern matches that one. `rank` is that of the tensors.
     """
-    key = spec.pattern_key(spec.alpha_pattern, module_name, *aliases)
-    alpha = spec.alpha if key is None else spec.alpha_pattern[key]
+    alpha = declared_alphas(spec, module_name, *aliases)[0]
     return alpha / (math.sqrt(rank) if spec.use_rslora else rank)
 
 

@@ -78,7 +78,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 
 
 def draw_config(draw: random.Random, model: nn.Module) -> dict[str, Any]:
-    """A LoRA config that touches at least one layer of the decoder."""
+    """A LoRA config that touches at least one layer of the decoder; entries of patterns in the order in which PEFT saves."""
     leaves = draw.sample(LEAVES, draw.randint(1, len(LEAVES)))
     config: dict[str, Any] = {
         "r": draw.choice([1, 2, 3, 5, 8, 13]),
@@ -97,10 +97,12 @@ def draw_config(draw: random.Random, model: nn.Module) -> dict[str, Any]:
             rf".*\.layers\.{draw.randint(0, 1)}\..*",
             f"layers.0.self_attn.{draw.choice(LEAVES[:4])}",
         ]
-        config["rank_pattern"] = {key: draw.choice([1, 4, 6]) for key in draw.sample(keys, draw.randint(1, 3))}
+        config["rank_pattern"] = {key: draw.choice([1, 4, 6]) for key in sorted(draw.sample(keys, draw.randint(1, 3)))}
     if draw.random() < 0.5:
         keys = [draw.choice(leaves), rf".*layers\.{draw.randint(0, 1)}\.mlp\..*", rf"^.*\.{draw.choice(leaves)}"]
-        config["alpha_pattern"] = {key: draw.choice([3, 20, 0.5]) for key in draw.sample(keys, draw.randint(1, 3))}
+        config["alpha_pattern"] = {
+            key: draw.choice([3, 20, 0.5]) for key in sorted(draw.sample(keys, draw.randint(1, 3)))
+        }
     if isinstance(config["target_modules"], list) and draw.random() < 0.3:
         config["layers_to_transform"] = draw.choice([0, [1], [0, 1]])
     return config

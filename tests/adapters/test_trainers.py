@@ -233,6 +233,33 @@ def test_a_fused_and_a_separate_spelling_of_one_layer_are_refused(
     assert "two names lead to one layer" in refusal(both, renamed_surface(split_phi))
 
 
+def test_overlapping_rank_patterns_are_read_though_peft_sorts_them_when_it_saves(
+    llama: LlamaForCausalLM, surface: ModelSurface, tmp_path: Path
+) -> None:
+    """In training the first entry counts, in the file another one is first: the tensors say which it was."""
+    patterns = {"q_proj": 2, "layers.0.self_attn.q_proj": 3}
+    folder = save_peft(llama, tmp_path / "x", target_modules=["q_proj"], r=4, lora_alpha=8, rank_pattern=patterns)
+    saved = json.loads((folder / "adapter_config.json").read_text())["rank_pattern"]
+    assert list(saved) != list(patterns)
+    _, pairs, report = read_adapter(folder, surface)
+    # alpha over the rank that was trained
+    assert report.ranks == {2: 2} and report.scales == {4.0: 2}
+    raw = load_file(folder / "adapter_model.safetensors")
+    q = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(pairs[q].b, raw[f"{PREFIX}{q}.lora_B.weight"] * 4.0)
+
+
+def test_overlapping_alpha_patterns_are_warned_about(
+    llama: LlamaForCausalLM, surface: ModelSurface, tmp_path: Path
+) -> None:
+    patterns = {"layers.0.self_attn.q_proj": 64, "q_proj": 32}
+    folder = save_peft(llama, tmp_path / "x", target_modules=["q_proj"], alpha_pattern=patterns)
+    warnings = read_adapter(folder, surface)[2].warnings
+    assert (
+        len(warnings) == 1 and "several entries of alpha_pattern match model.layers.0.self_attn.q_proj;" in warnings[0]
+    )
+
+
 def test_several_adapters_of_one_file_are_refused(reference: Path, surface: ModelSurface, tmp_path: Path) -> None:
     def embedded(tensors: Tensors) -> Tensors:
         names = {name: name.replace(".weight", f".{which}.weight") for name in tensors for which in ("speech",)}
