@@ -17,7 +17,7 @@ import torch
 
 from adapters.errors import AdapterRefused
 from adapters.keys import NameResolver, TensorKey, clean_module
-from adapters.landing import listed
+from adapters.landing import first_few, listed
 from adapters.pairs import Misfit, check_numbers
 from adapters.places import TensorPlace
 from adapters.planned import PlannedBias, PlannedCopy, PlannedRows
@@ -287,12 +287,14 @@ def check_copies(copies: Iterable[PlannedCopy], surface: ModelSurface) -> None:
         num_rows = copy.copy.shape[0]
         num_different = num_rows if base is None else _num_different_rows(copy.copy, base)
         if num_different:
+            is_bias = copy.tensor_name.endswith(".bias")
+            what = "trained bias vectors" if is_bias else "full weight matrices (modules_to_save or saved embeddings)"
             reasons.append(
-                f"the files hold full weights of {copy.file_name}, which differ from the base model's in {num_different} "
-                f"of {num_rows} rows and are not served; {copy.remedy}"
+                f"{what} are not served: those of {copy.file_name} differ from the base model's in {num_different} of "
+                f"{num_rows} rows; {copy.remedy}"
             )
     if reasons:
-        raise AdapterRefused(reasons)
+        raise AdapterRefused(first_few(reasons))
 
 
 def _num_different_rows(place: TensorPlace, base: torch.Tensor) -> int:
