@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adapters.errors import AdapterRefused, AppError
+from adapters.errors import AppError
 from adapters.estimate import RankEstimate, estimate
 from adapters.inspection import Inspection, inspect_adapter
 from adapters.report import AdapterReport
@@ -40,7 +40,10 @@ def main(words: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except AppError as error:
         sys.stderr.write(f"{error.message}\n")
-        return 1 if isinstance(error, AdapterRefused) else 2
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"the files cannot be read ({error.strerror or 'unknown reason'})\n")
+        return 2
     return status
 
 

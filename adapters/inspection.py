@@ -52,15 +52,22 @@ class Inspection:
 def inspect_adapter(folder: Path, surface: ModelSurface | None) -> Inspection:
     """Judge a folder. `surface` is the base's, which may be without weights (meta tensors), or None.
 
-    Raises `AdapterFilesNotFound` where there is no adapter, and `AdapterRefused` where its config cannot be read at all.
+    Raises `AdapterFilesNotFound` where there is no adapter.
     """
+    base = None if surface is None else short_model_name(surface.model_name)
+    try:
+        return _inspect(folder, surface, base)
+    except AdapterRefused as error:
+        return Inspection("not readable", base, None, error.reasons)
+
+
+def _inspect(folder: Path, surface: ModelSurface | None, base: str | None) -> Inspection:
     with AdapterFolder(folder) as files:
         kind = "mlx-lm" if is_mlx_config(files.config) else "PEFT"
         version = files.config.get("peft_version") if isinstance(files.config, dict) else None
         spec = _spec_or_none(files)
         target = surface or surface_of_files(files, spec)
     name = f"{kind} {version}" if kind == "PEFT" and isinstance(version, str) else kind
-    base = None if surface is None else short_model_name(surface.model_name)
     try:
         plan = check_adapter(folder, target)
         _, _, report = read_adapter(folder, target)

@@ -132,13 +132,19 @@ class BaseModel:
         )
 
     def _tensor(self, name: str) -> torch.Tensor | None:
-        """A parameter or buffer as it is now: linears that are computed together replace theirs by views."""
+        """A parameter or buffer as it is now: linears that are computed together replace theirs by views.
+
+        None where its numbers cannot be read as they are, as those of quantised layers.
+        """
         parent, _, leaf = name.rpartition(".")
         try:
             tensor = getattr(self.model.get_submodule(parent), leaf, None)
         except AttributeError:
             return None
-        return tensor.detach() if isinstance(tensor, torch.Tensor) else None
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return None
+        plain = cast(torch.Tensor, tensor).detach()
+        return plain if plain.is_floating_point() else None
 
     def _part_of(self, name: str) -> Any:
         if name == "lm_head":

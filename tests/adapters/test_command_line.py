@@ -93,6 +93,10 @@ def test_what_is_refused_on_a_server_is_refused_here(
     bad = edit(reference, tmp_path / "y", config={"use_qalora": True})
     status, told = found(capsys, str(bad))
     assert status == 1 and "QALoRA" in told["reasons"][0]
+    pickle = edit(reference, tmp_path / "z")
+    (pickle / "adapter_model.safetensors").rename(pickle / "adapter_model.bin")
+    status, told = found(capsys, str(pickle))
+    assert status == 1 and told["format"] == "not readable" and "never opened" in told["reasons"][0]
     status, told = found(capsys, str(reference), "--base", str(base), "--max-lora-rank", "2")
     assert status == 1 and "--max-lora-rank 4" in told["reasons"][0]
 
