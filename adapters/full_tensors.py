@@ -244,8 +244,8 @@ class _ExtrasPlanner:
         ]
         if lost and not any(key.kind == "bias" for key in keys):
             self._extras.reasons.append(
-                f"bias is {self._spec.bias!r}, but the files hold no biases, though {listed(lost)} have one; old versions of "
-                "PEFT lost them: train with bias='none', or save the adapter again with a current one"
+                f"bias is {self._spec.bias!r}, but the files hold no biases, though {listed(lost)} have one; some "
+                "versions of PEFT lose them: train with bias='none', or save the adapter again with a current one"
             )
         has_lora_bias = any(key.kind == "lora_bias" for key in keys)
         if has_lora_bias and not self._surface.serves_bias:
@@ -284,7 +284,7 @@ def check_copies(copies: Iterable[PlannedCopy], surface: ModelSurface) -> None:
         base = surface.base_tensor(copy.tensor_name)
         if base is not None and base.is_meta:
             continue
-        num_rows = copy.copy.shape[0]
+        num_rows = copy.copy.shape[0] if copy.copy.shape else 1
         num_different = num_rows if base is None else _num_different_rows(copy.copy, base)
         if num_different:
             is_bias = copy.tensor_name.endswith(".bias")
@@ -298,6 +298,8 @@ def check_copies(copies: Iterable[PlannedCopy], surface: ModelSurface) -> None:
 
 
 def _num_different_rows(place: TensorPlace, base: torch.Tensor) -> int:
+    if not place.shape:
+        return int(not place.read().to(base.dtype).equal(base.detach().cpu()))
     num_rows = place.shape[0]
     row_bytes = max(1, base[0].numel() * 8)
     step = max(1, _CHUNK_BYTES // row_bytes)

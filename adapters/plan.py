@@ -94,8 +94,8 @@ def _foreign_tensors(keys: Sequence[TensorKey], surface: ModelSurface) -> list[s
             "({names}); convert them to PEFT's names, with alpha in adapter_config.json"
         ),
         "mlx_vlm": (
-            "tensors in the format of mlx-vlm (A and B) are not served ({names}), because its versions disagree about "
-            "their scale; transpose them into PEFT's lora_A and lora_B, and write lora_alpha into adapter_config.json"
+            "tensors in the format of mlx-vlm (A and B) are not served ({names}); transpose them into PEFT's lora_A and "
+            "lora_B, and set lora_alpha so that lora_alpha / r is the factor of training"
         ),
     }
     reasons = []

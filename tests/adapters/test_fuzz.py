@@ -7,17 +7,23 @@ import random
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from adapters.config_fields import INERT_FIELDS, READ_FIELDS, REFUSED_FIELDS
 from adapters.errors import AdapterError
+from adapters.folder import AdapterFolder
+from adapters.full_tensors import check_copies
 from adapters.intake import read_generation
+from adapters.plan import plan_adapter
 from adapters.surface import ModelSurface
-from tests.adapters.world import edit
+from tests.adapters.layouts import capable
+from tests.adapters.world import edit, open_surface
 
 WEIGHTS = "adapter_model.safetensors"
 NUM_DRAWS = 60
@@ -153,3 +159,67 @@ def test_configs_that_are_no_objects_of_json_are_refused(victim: Path, surface: 
         damaged[draw.randrange(len(raw))] = draw.randrange(256)
         path.write_bytes(damaged)
         outcome(victim, surface)
+
+
+MODULES = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj",
+           "model.embed_tokens", "lm_head", "model.norm", "model", "", "scale"]  # fmt: skip
+LEAVES = [
+    "lora_A.weight", "lora_B.weight", "lora_a", "lora_b", "lora_magnitude_vector", "m", "lora_B.bias", "bias", "weight",
+    "base_layer.bias", "base_layer.weight", "modules_to_save.default.weight", "lora_embedding_A", "lora_embedding_B",
+    "token_adapter.trainable_tokens_delta", "lora_E", "A", "alpha", "x",
+]  # fmt: skip
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (4,),
+    (64,),
+    (128,),
+    (4, 64),
+    (64, 4),
+    (128, 4),
+    (4, 128),
+    (128, 64),
+    (131, 64),
+    (2, 64),
+    (2, 2, 2),
+]
+CONFIGS: list[dict[str, Any]] = [
+    {}, {"use_dora": True}, {"lora_bias": True}, {"bias": "all"}, {"trainable_token_indices": [1, 2]},
+    {"modules_to_save": ["lm_head"]}, {"ensure_weight_tying": True},
+    {"peft_type": None, "lora_parameters": {"rank": 4, "scale": 2.0}},
+]  # fmt: skip
+
+
+def test_odd_tensors_are_an_adapter_or_a_refusal(reference: Path, llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    draw = random.Random(6)
+    scale = {"scale": torch.tensor(1.0)}
+    plain = open_surface(llama)
+    tensors = {name: plain.base_tensor(name) for name in plain.base_tensor_names} | scale
+    settings: dict[str, Any] = {"base_tensor": tensors.get, "base_tensor_names": list(tensors)}
+    servers = [open_surface(llama, **settings), replace(capable(llama), **settings)]
+    outcomes = set()
+    for number in range(3 * NUM_DRAWS):
+        names = [f"{draw.choice(MODULES)}.{draw.choice(LEAVES)}".strip(".") for _ in range(draw.randint(1, 4))]
+        names = ["scale"] if draw.random() < 0.1 else names
+        dtypes = [torch.float32, torch.bfloat16, torch.int32]
+        shapes = {name: () if name == "scale" else draw.choice(SHAPES) for name in names}
+        odd = {name: torch.ones(shapes[name], dtype=draw.choices(dtypes, [8, 3, 1])[0]) for name in names}
+        keeps = draw.random() < 0.5
+        folder = edit(
+            reference, tmp_path / str(number), config=draw.choice(CONFIGS),
+            tensors=lambda given, odd=odd, keeps=keeps: (given if keeps else {}) | odd,
+        )  # fmt: skip
+        for surface in servers:
+            outcomes.add(plan_outcome(folder, surface))
+    assert len(outcomes) > 30
+
+
+def plan_outcome(folder: Path, surface: ModelSurface) -> str:
+    """`served` where a plan is made and its copies are compared, or the refusal's sentence."""
+    try:
+        with AdapterFolder(folder) as files:
+            check_copies(plan_adapter(files, surface).copies, surface)
+    except AdapterError as error:
+        return error.message
+    return "served"

@@ -337,7 +337,7 @@ def test_full_weights_of_other_shapes_or_names_are_refused(llama: LlamaForCausal
 
 
 def test_biases_that_the_config_promises_must_be_there(qwen: Qwen2ForCausalLM, tmp_path: Path) -> None:
-    """PEFT before 0.17 lost the biases of `lora_only`; without them the adapter is another one."""
+    """Some versions of PEFT saved none with `lora_only`; without them the adapter is another one."""
     folder = edit(save_peft(qwen, tmp_path / "x"), tmp_path / "y", config={"bias": "lora_only"})
     assert "the files hold no biases" in refusal(folder, open_surface(qwen))
 
