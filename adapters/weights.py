@@ -22,7 +22,7 @@ from adapters.full_tensors import check_copies
 from adapters.landing import short_model_name
 from adapters.plan import base_match, plan_adapter
 from adapters.planned import AdapterPlan, PlannedPair
-from adapters.report import AdapterReport
+from adapters.report import AdapterReport, file_dtypes, module_groups
 from adapters.slab import Half, read_slab
 from adapters.spec import AdapterSpec
 from adapters.surface import ModelSurface
