@@ -70,8 +70,13 @@ class Catalog:
             self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
 
     def put(self, row: CatalogRow, *, num_kept: int) -> list[str]:
-        """Point `row.name` to a new version, keeping `num_kept` versions; returns folders that are no longer listed."""
+        """Point `row.name` to a new version; returns folders that are no longer listed.
+
+        Of earlier versions, `num_kept - 1` are kept: the one that the name pointed to, then the newest; none with the
+        same content.
+        """
         with self._transaction() as db:
+            previous = db.execute("SELECT folder FROM adapters WHERE name = ?", (row.name,)).fetchone()
             db.execute(
                 "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
@@ -84,10 +89,12 @@ class Catalog:
                 (row.name, row.folder, row.is_pinned, row.folder, row.is_pinned),
             )
             old = db.execute(
-                "SELECT folder FROM versions WHERE name = ? AND folder != ? ORDER BY created DESC, rowid DESC",
-                (row.name, row.folder),
+                "SELECT folder, digest FROM versions WHERE name = ? AND folder != ? "
+                "ORDER BY folder = ? DESC, created DESC, rowid DESC",
+                (row.name, row.folder, previous and previous[0]),
             ).fetchall()
-            folders = [folder for (folder,) in old[num_kept - 1 :]]
+            kept = [folder for folder, digest in old if digest != row.digest][: num_kept - 1]
+            folders = [folder for folder, _ in old if folder not in kept]
             db.executemany("DELETE FROM versions WHERE folder = ?", [(folder,) for folder in folders])
             return folders
 

@@ -67,6 +67,12 @@ class AdapterExists(AdapterError):
     code = "adapter_exists"
 
 
+class DefaultStaysPinned(AdapterError):
+    """An adapter that answers a modality by itself cannot be let out of memory."""
+
+    code = "adapter_is_default"
+
+
 class UploadTooLarge(AdapterError):
     """An upload is over a limit (bytes, entries or compression ratio)."""
 

@@ -60,7 +60,7 @@ class GenerationHandle:
     Attributes:
         name: the adapter's name when it was borrowed.
         generation: what the name pointed to then.
-        load_ms: milliseconds spent on making it ready for this handle; 0 where it was in memory.
+        load_ms: milliseconds that its borrower waited for it to be read; 0 where it was in memory.
     """
 
     def __init__(
@@ -71,24 +71,35 @@ class GenerationHandle:
         load_ms: float = 0.0,
         retain: Callable[[str], None] = lambda digest: None,
         release: Callable[[str], None] = lambda digest: None,
+        note_prompt: Callable[[str, int, int], None] = lambda name, num_tokens, num_cached: None,
     ) -> None:
-        """`retain` and `release` count references by digest; the caller has already counted this handle's own."""
+        """`retain` and `release` count references by digest; the caller has already counted this handle's own.
+
+        `note_prompt(name, num_tokens, num_cached)` hears of each prompt that begins.
+        """
         self.name = name
         self.generation = generation
         self.load_ms = load_ms
         self._retain = retain
         self._release = release
+        self._note_prompt = note_prompt
         self._lock = threading.Lock()
         self._is_released = False
 
-    def fork(self) -> GenerationHandle:
-        """Another handle on the same generation, released on its own."""
+    def fork(self, *, load_ms: float | None = None) -> GenerationHandle:
+        """Another handle on the same generation, released on its own; `load_ms` where its borrower waited otherwise."""
         with self._lock:
             assert not self._is_released, "fork of a released handle"
             self._retain(self.generation.digest)
+        waited = self.load_ms if load_ms is None else load_ms
         return GenerationHandle(
-            self.name, self.generation, load_ms=self.load_ms, retain=self._retain, release=self._release
-        )
+            self.name, self.generation, load_ms=waited, retain=self._retain, release=self._release,
+            note_prompt=self._note_prompt,
+        )  # fmt: skip
+
+    def note_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Say that a prompt began on it: how long it is, and how many of its tokens the prefix cache gave."""
+        self._note_prompt(self.name, num_tokens, num_cached)
 
     def release(self) -> None:
         """Give it back; safe to call again, and from any thread."""

@@ -2,47 +2,49 @@
 
 A name points to a generation; everything that can fail happens before the pointer is swapped. Work on one name is
 serialised, content that left memory is read once for all who wait, and borrowing what is in memory waits for neither.
-Blocking and thread-safe: async callers use a thread. Knows nothing of GPU slots or requests beyond two callables that
-the engine sets. Used by the engine, the API and the UI.
+Blocking and thread-safe but for `acquire_soon`: async callers use a thread. Knows nothing of GPU slots or requests
+beyond the callables that the engine gives. Used by the engine, the API and the UI.
 """
 
 from __future__ import annotations
 
 import logging
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 from adapters.catalog import CatalogRow
+from adapters.defaults import Defaults
 from adapters.errors import (
     AdapterError,
     AdapterExists,
-    AdapterFilesNotFound,
-    AdapterNotFound,
     AdapterRefused,
     AdapterStoreFault,
+    DefaultStaysPinned,
 )
-from adapters.folder import is_under
-from adapters.generation import Generation, GenerationHandle
-from adapters.intake import about, judge_upload, new_entry, read_generation, restored_entry
+from adapters.flights import Flights
+from adapters.generation import GenerationHandle
+from adapters.history import History
+from adapters.intake import about, judge_upload, new_entry, restored_entry
 from adapters.locks import KeyedLocks
 from adapters.names import check_name
+from adapters.reader import Reader
 from adapters.records import AdapterEntry, AdapterInfo, ManagerStats, VersionInfo
 from adapters.registry import Registry
 from adapters.store import GenerationStore
 from adapters.surface import ModelSurface
 from adapters.tally import Tally
 from adapters.upload import UploadFiles, UploadReport, unpack_upload
-from adapters.vault import Vault
+from adapters.vault import NUM_KEPT_VERSIONS, VaultDoor
 
 __all__ = ["AdapterInfo", "AdapterManager", "ManagerStats", "UploadFiles", "UploadReport", "VersionInfo"]
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_UPLOAD_BYTES = 1 << 30
+# evicted adapters that are read at the same time, so that a few slow ones do not hold up the others
+NUM_LOAD_THREADS = 8
 
 # `AdapterManager.list` hides the builtin inside the class body.
 Infos = list[AdapterInfo]
@@ -52,9 +54,8 @@ Versions = list[VersionInfo]
 class AdapterManager:
     """All adapters that the server knows.
 
-    Attributes, to be set by the engine:
-        residency: digest -> whether it is in a GPU slot.
-        defaults: () -> modality -> name of the adapter that answers such prompts by itself.
+    Attributes:
+        residency: digest -> whether it is in a GPU slot; set by the engine.
     """
 
     def __init__(
@@ -63,32 +64,36 @@ class AdapterManager:
         *,
         adapter_dir: Path | None,
         max_cpu_loras: int,
+        max_cpu_bytes: int | None = None,
         on_retire: Callable[[str], None] = lambda digest: None,
         reserved_names: Collection[str] = (),
         max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES,
         allowed_roots: Sequence[Path] | None = None,
         locate: Callable[[str], Path] = Path,
     ) -> None:
-        """`on_retire(digest)` is called, without any lock held, when no name points to a generation any more.
+        """`max_cpu_loras` and `max_cpu_bytes` (None: no such bound) limit what stays in CPU memory without being used.
 
+        `on_retire(digest)` is called, without any lock held, when no name points to a generation any more.
         `allowed_roots` limits where `load` may read from; None means anywhere. `locate` turns what `load` was given
         into a local folder, for ids that must be fetched first; it may raise `AdapterError`.
         """
         self.residency: Callable[[str], bool] = lambda digest: False
-        self.defaults: Callable[[], dict[str, str]] = dict
-        self._surface = surface
-        self._adapter_dir = adapter_dir
         self._reserved_names = frozenset(reserved_names)
         self._max_upload_bytes = max_upload_bytes
-        self._allowed_roots = None if allowed_roots is None else list(allowed_roots)
-        self._locate = locate
-        self._store = GenerationStore(max_cpu_loras)
-        self._registry = Registry(self._store, on_retire)
+        self._tally = Tally()
+        self._door = VaultDoor(adapter_dir)
+        self._reader = Reader(
+            surface, locate=locate, allowed_roots=allowed_roots, own_root=adapter_dir, tally=self._tally
+        )
+        self._store = GenerationStore(
+            max_cpu_loras, max_cpu_bytes, note_prompt=lambda *prompt: self._registry.note_prompt(*prompt)
+        )
+        self._registry = Registry(self._store, on_retire, num_kept=NUM_KEPT_VERSIONS)
+        self._history = History(self._registry, self._door)
+        self._defaults = Defaults(self._registry.set_default_names)
         self._name_locks = KeyedLocks()
         self._read_locks = KeyedLocks()
-        self._vault: Vault | None = None
-        self._vault_lock = threading.Lock()
-        self._tally = Tally()
+        self._flights = Flights(NUM_LOAD_THREADS)
 
     # Loading and unloading
 
@@ -104,7 +109,8 @@ class AdapterManager:
     ) -> AdapterInfo:
         """Read, check and list the adapter in a folder; `source` is what lists show instead of `path`.
 
-        Replacing keeps the pin. An upload that is replaced stays on disk and comes back with the next start.
+        Replacing keeps the pin and what the name pointed to as a version that can be gone back to. An upload that is
+        replaced stays on disk and comes back with the next start.
         Raises `InvalidAdapterName`, `AdapterExists` (the name is taken and `load_inplace` is off),
         `AdapterFilesNotFound` or `AdapterRefused`; everything is then as it was before.
         """
@@ -113,10 +119,10 @@ class AdapterManager:
             with self._name_locks.hold(name):
                 self._check_free(name, load_inplace)
                 with about(name):
-                    folder = self._find(path)
-                    with self._read(name, folder, "path") as generation:
-                        entry = new_entry(name, source or str(path), folder, generation, base_model_name)
-                        self._swap(entry, is_pinned=pinned)
+                    folder = self._reader.find(path)
+                    with self._read(name, folder, "path") as content:
+                        entry = new_entry(name, source or str(path), folder, content.generation, base_model_name)
+                        self._swap(entry, is_pinned=pinned, load_ms=content.load_ms)
         return self._describe(entry)
 
     def unload(self, name: str) -> None:
@@ -126,10 +132,10 @@ class AdapterManager:
         """
         with self._name_locks.hold(name):
             entry = self._registry.get(name)
-            stale = self._open_vault().catalog.remove(name) if entry.version is not None else []
+            stale = self._door.open().catalog.remove(name) if entry.version is not None else []
             self._registry.remove(name)
             if stale:
-                self._open_vault().delete_folders(stale)
+                self._door.open().delete_folders(stale)
         log.info("event=adapter_unloaded adapter=%s generation=%s", name, entry.digest)
 
     def delete(self, name: str) -> None:
@@ -137,17 +143,52 @@ class AdapterManager:
         self.unload(name)
 
     def pin(self, name: str, is_pinned: bool) -> AdapterInfo:
-        """Keep an adapter in CPU memory for good, or no longer. Raises `AdapterNotFound`, or why it cannot be read."""
+        """Keep an adapter in CPU memory for good, or no longer.
+
+        Raises `AdapterNotFound`, `DefaultStaysPinned`, or why it cannot be read.
+        """
         with self._name_locks.hold(name):
             entry = self._registry.get(name)
+            modalities = self._defaults.modalities_of(name)
+            if modalities and not is_pinned:
+                raise DefaultStaysPinned(
+                    f"adapter {name!r} answers {' and '.join(modalities)} by itself and stays pinned for as long; make "
+                    "another the default, or none",
+                    param="pinned",
+                )
             if is_pinned:
-                with self.borrow(name):
+                with self._borrow(name)[1]:
                     self._registry.set_pinned(entry, True)
             else:
                 self._registry.set_pinned(entry, False)
             if entry.version is not None:
-                self._open_vault().catalog.set_pinned(name, is_pinned)
+                self._door.open().catalog.set_pinned(name, is_pinned)
         return self._describe(entry)
+
+    def defaults(self) -> dict[str, str]:
+        """Modality -> name of the adapter that answers such prompts by itself, whether it still exists or not."""
+        return self._defaults.snapshot()
+
+    def set_default(self, modality: str, name: str | None) -> None:
+        """Let an adapter answer a modality by itself, or none. It is pinned for as long as it does.
+
+        Raises `AdapterNotFound`, or why it cannot be read; the default is then what it was.
+        """
+        if name is None:
+            self._defaults.set(modality, None)
+            return
+        with self._borrow(name)[1]:
+            self._defaults.set(modality, name)
+
+    def set_default_for(self, name: str, modalities: Collection[str]) -> AdapterInfo:
+        """Let an adapter answer exactly these modalities by itself; raises what `set_default` raises."""
+        if modalities:
+            with self._borrow(name)[1]:
+                self._defaults.set_for(name, modalities)
+        else:
+            self._registry.get(name)
+            self._defaults.set_for(name, ())
+        return self.get(name)
 
     # Borrowing
 
@@ -156,13 +197,38 @@ class AdapterManager:
 
         Raises `AdapterNotFound`; `AdapterRefused` or `AdapterFilesNotFound` where the files are gone or have changed.
         """
-        entry, handle = self._borrow(name)
-        self._registry.count_request(entry)
-        return handle
+        return self.acquire_soon(name).result()
 
-    def borrow(self, name: str) -> GenerationHandle:
-        """What `acquire` gives, without counting it as a request."""
-        return self._borrow(name)[1]
+    def acquire_soon(self, name: str) -> Future[GenerationHandle]:
+        """What `acquire` gives, as a future that is done already where the content is in memory. Never blocks.
+
+        Whoever gets the handle must release it; a future that is cancelled before it is done gives none.
+        """
+        try:
+            entry = self._registry.get(name)
+            if entry.error is not None:
+                raise entry.error.with_traceback(None)
+        except AdapterError as error:
+            failed: Future[GenerationHandle] = Future()
+            failed.set_exception(error)
+            return failed
+        handle = self._registry.borrow(entry)
+        if handle is not None:
+            self._registry.note_request(entry)
+            found: Future[GenerationHandle] = Future()
+            found.set_result(handle)
+            return found
+        # The digest is part of the key: who asks after a replacement must not get what was asked for before it.
+        future = self._flights.join((name, entry.digest), lambda: self._borrow(name)[1])
+        future.add_done_callback(lambda done: self._note_arrival(done, entry))
+        return future
+
+    def prefetch(self, name: str) -> None:
+        """Begin to read an adapter that is likely to be asked for soon; nothing happens where that is impossible."""
+        entry = self._registry.find(name)
+        if entry is not None and entry.error is None and not self._store.contains(str(entry.digest)):
+            future = self._flights.join((name, entry.digest), lambda: self._borrow(name)[1])
+            future.add_done_callback(_release)
 
     def _borrow(self, name: str) -> tuple[AdapterEntry, GenerationHandle]:
         """What `acquire` gives, not counted as a request, and the entry that it came from."""
@@ -183,16 +249,20 @@ class AdapterManager:
                 return handle
             try:
                 with about(entry.name):
-                    generation, load_ms = self._read_files(
-                        entry.folder, "upload" if entry.version else "path", entry.digest
-                    )
+                    kind = "upload" if entry.version else "path"
+                    generation, load_ms = self._reader.read(entry.folder, kind, known_digest=entry.digest)
                     if generation.digest != entry.digest:
                         raise AdapterRefused(["its files changed after it was loaded; load it again with load_inplace"])
             except AdapterError:
                 if self._registry.is_current(entry):
                     raise
                 return None
+            self._registry.note_load(entry, load_ms)
             return self._registry.put_back(entry, generation, load_ms)
+
+    def _note_arrival(self, done: Future[GenerationHandle], entry: AdapterEntry) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._registry.note_request(entry)
 
     # Looking
 
@@ -210,13 +280,16 @@ class AdapterManager:
 
     def stats(self) -> ManagerStats:
         """Counters for metrics and the status page."""
-        num_cpu, cpu_bytes = self._store.usage()
+        usage = self._store.usage()
         entries = self._registry.entries()
         return ManagerStats(
             num_adapters=len(entries),
             num_failed=sum(entry.error is not None for entry in entries),
-            num_cpu=num_cpu,
-            cpu_bytes=cpu_bytes,
+            num_cpu=usage.num_resident,
+            cpu_bytes=usage.num_bytes,
+            max_cpu_loras=self._store.capacity,
+            max_cpu_bytes=self._store.max_bytes,
+            num_pinned=usage.num_pinned,
             evictions=self._store.evictions,
             **self._tally.snapshot(),
         )
@@ -226,13 +299,14 @@ class AdapterManager:
         self._store.check_integrity()
         self._registry.check_integrity()
         assert len(self._name_locks) == 0 and len(self._read_locks) == 0, "a lock outlived its users"
+        assert len(self._flights) == 0, "a load outlived those who waited for it"
 
     # Uploads
 
     def inspect_upload(self, files: UploadFiles) -> UploadReport:
         """Judge an upload as `install_upload` would, and keep nothing."""
-        with self._incoming() as folder:
-            return judge_upload(files, folder, self._surface, max_bytes=self._max_upload_bytes)
+        with self._door.incoming() as folder:
+            return judge_upload(files, folder, self._reader.surface, max_bytes=self._max_upload_bytes)
 
     def install_upload(self, name: str, files: UploadFiles, *, load_inplace: bool = False) -> AdapterInfo:
         """Store an uploaded adapter for good and list it.
@@ -242,14 +316,14 @@ class AdapterManager:
         with self._tally.refusals():
             check_name(name, self._reserved_names, param="name")
             self._check_free(name, load_inplace)
-            if self._adapter_dir is None:
+            if self._door.root is None:
                 raise AdapterStoreFault("uploads are switched off: this server has no --adapter-dir")
-            with self._incoming() as folder:
+            with self._door.incoming() as folder:
                 unpack_upload(files, folder, max_bytes=self._max_upload_bytes)
                 with self._name_locks.hold(name):
                     self._check_free(name, load_inplace)
-                    with about(name), self._read(name, folder, "upload") as generation:
-                        entry = self._keep(name, folder, generation)
+                    with about(name), self._read(name, folder, "upload") as content:
+                        entry = self._keep(name, folder, content)
         return self._describe(entry)
 
     def restore(self) -> Infos:
@@ -257,47 +331,44 @@ class AdapterManager:
 
         Names that are already listed keep what they have. Weights are read when they are first needed.
         """
-        if self._adapter_dir is None or not self._adapter_dir.is_dir():
+        if self._door.root is None or not self._door.root.is_dir():
             return []
         restored = []
-        for row in self._open_vault().catalog.current():
+        for row in self._door.open().catalog.current():
             if row.name in self._reserved_names or self.contains(row.name):
                 log.warning("event=stored_adapter_hidden adapter=%s reason=name_taken", row.name)
                 continue
-            entry = restored_entry(row, self._open_vault().path(row.folder), self._surface)
+            entry = restored_entry(row, self._door.open().path(row.folder), self._reader.surface)
             self._registry.swap(entry)
             restored.append(self._describe(entry))
         return restored
 
     def versions(self, name: str) -> Versions:
-        """An upload's versions that are still on disk, newest first. Raises `AdapterNotFound`."""
-        if self._registry.get(name).version is None:
-            return []
-        rows = self._open_vault().catalog.versions(name)
-        return [VersionInfo(row.digest, row.created, row.is_current) for row in rows]
+        """What a name points to and what it can be rolled back to, newest first. Raises `AdapterNotFound`."""
+        return self._history.versions(name)
 
     def rollback(self, name: str, generation: str) -> AdapterInfo:
-        """Point an upload's name to one of its versions. Raises `AdapterNotFound` where there is none such."""
+        """Point a name to one of its `versions`; the pin stays.
+
+        Raises `AdapterNotFound` where there is none such, `AdapterFilesNotFound` or `AdapterRefused` where its files are
+        gone or hold other content by now; the name then points to what it did.
+        """
         with self._tally.refusals(), self._name_locks.hold(name):
-            previous = self._registry.get(name)
-            rows = self._open_vault().catalog.versions(name) if previous.version else []
-            row = next((row for row in rows if row.digest == generation), None)
-            if row is None:
-                raise AdapterNotFound(f"adapter {name!r} has no stored version {generation[:80]!r}", param="generation")
-            folder = self._open_vault().path(row.folder)
-            with about(name), self._read(name, folder, "upload", row.digest) as content:
-                entry = new_entry(name, row.source, folder, content, row.base_model_name)
-                entry.version = row.folder
-                self._open_vault().catalog.point(name, row.folder)
-                self._swap(entry)
-        return self._describe(entry)
+            target = self._history.find(name, generation)
+            if not self._registry.is_current(target):
+                kind = "path" if target.version is None else "upload"
+                with about(name), self._read(name, target.folder, kind, digest=generation) as content:
+                    entry = new_entry(name, target.source, target.folder, content.generation, target.base_model_name)
+                    entry.version = target.version
+                    if entry.version is not None:
+                        self._door.open().catalog.point(name, entry.version)
+                    self._swap(entry, load_ms=content.load_ms)
+        return self.get(name)
 
     def close(self) -> None:
         """Close the catalogue. Adapters in memory stay usable."""
-        with self._vault_lock:
-            if self._vault is not None:
-                self._vault.close()
-                self._vault = None
+        self._flights.close()
+        self._door.close()
 
     def list(self) -> Infos:
         """All adapters, in the order in which they came."""
@@ -313,43 +384,27 @@ class AdapterManager:
                 param="lora_name",
             )
 
-    def _find(self, path: str | Path) -> Path:
-        """The folder behind what the caller gave; the message never shows it."""
-        if not str(path):
-            raise AdapterFilesNotFound("lora_path is empty; give a folder", param="lora_path")
-        try:
-            folder = self._locate(str(path)).expanduser()
-            is_allowed = self._allowed_roots is None or is_under(folder, self._allowed_roots)
-            if is_allowed and folder.is_dir():
-                return folder.absolute()
-        except (OSError, ValueError, RuntimeError):
-            pass
-        where = "" if self._allowed_roots is None else " in the folders that adapters may be loaded from"
-        raise AdapterFilesNotFound(f"no folder was found at lora_path{where}", param="lora_path")
-
     @contextmanager
-    def _read(self, name: str, folder: Path, kind: str, known_digest: str | None = None) -> Iterator[Generation]:
-        """Content of a folder, held in the CPU tier; let go afterwards unless a name points to it by then."""
-        generation, load_ms = self._read_files(folder, kind, known_digest)
+    def _read(self, name: str, folder: Path, kind: str, *, digest: str | None = None) -> Iterator[GenerationHandle]:
+        """Content of a folder, held in the CPU tier; let go afterwards unless a name points to it by then.
+
+        With `digest`, that content: from memory where something still holds it, else the folder must have it.
+        """
+        handle = None if digest is None else self._store.borrow(digest, name)
+        if handle is None:
+            generation, load_ms = self._reader.read(folder, kind, known_digest=digest)
+            if digest not in (None, generation.digest):
+                raise AdapterRefused(["that version is not in memory any more and its files have changed since"])
+            handle = self._store.add(generation, name, load_ms=load_ms)
         try:
-            with self._store.add(generation, name, load_ms=load_ms) as handle:
-                yield handle.generation
+            with handle:
+                yield handle
         finally:
-            self._registry.settle(generation.digest)
+            self._registry.settle(handle.generation.digest)
 
-    def _read_files(self, folder: Path, kind: str, known_digest: str | None = None) -> tuple[Generation, float]:
-        """Read a folder, listed under `known_digest` before; returns its content and the milliseconds that it took."""
-        started = time.perf_counter()
-        is_own = self._adapter_dir is not None and is_under(folder, [self._adapter_dir])
-        roots = None if is_own else self._allowed_roots
-        generation = read_generation(folder, self._surface, allowed_roots=roots, known_digest=known_digest)
-        seconds = time.perf_counter() - started
-        self._tally.count_load(kind, seconds)
-        return generation, seconds * 1000.0
-
-    def _keep(self, name: str, folder: Path, generation: Generation) -> AdapterEntry:
+    def _keep(self, name: str, folder: Path, content: GenerationHandle) -> AdapterEntry:
         """Make a checked upload durable, list it in the catalogue, and point the name to it."""
-        vault = self._open_vault()
+        vault, generation = self._door.open(), content.generation
         previous = self._registry.find(name)
         is_pinned = previous is not None and previous.is_pinned
         version = vault.keep(folder)
@@ -358,18 +413,21 @@ class AdapterManager:
         report = generation.report.to_dict()
         row = CatalogRow(name, version, generation.digest, entry.source, None, report, entry.created, is_pinned)
         try:
-            vault.put(row)
+            stale = vault.put(row)
         except AdapterStoreFault:
             vault.delete_folders([version])
             raise
-        self._swap(entry)
+        self._swap(entry, load_ms=content.load_ms)
+        # Last: until the swap, evicted content is read from the old folder.
+        vault.delete_folders(stale)
         return entry
 
-    def _swap(self, entry: AdapterEntry, *, is_pinned: bool = False) -> None:
+    def _swap(self, entry: AdapterEntry, *, is_pinned: bool = False, load_ms: float) -> None:
         """Point a name to new content, keeping its pin, and say so in the log."""
         previous = self._registry.find(entry.name)
         entry.is_pinned = is_pinned or (previous is not None and previous.is_pinned)
         previous = self._registry.swap(entry)
+        self._registry.note_load(entry, load_ms)
         report = entry.report
         assert report is not None, "new content has a report"
         log.info(
@@ -380,30 +438,14 @@ class AdapterManager:
         for warning in report.warnings:
             log.warning("event=adapter_warning adapter=%s warning=%r", entry.name, warning)
 
-    def _open_vault(self) -> Vault:
-        with self._vault_lock:
-            if self._vault is None:
-                assert self._adapter_dir is not None, "no adapter folder is configured"
-                self._vault = Vault(self._adapter_dir)
-            return self._vault
-
-    @contextmanager
-    def _incoming(self) -> Iterator[Path]:
-        """An empty folder for an upload's files, gone afterwards unless it was kept."""
-        if self._adapter_dir is None:
-            with tempfile.TemporaryDirectory(prefix="switchboard-") as folder:
-                yield Path(folder)
-            return
-        vault = self._open_vault()
-        incoming = vault.new_folder()
-        try:
-            yield incoming
-        finally:
-            vault.discard(incoming)
-
     def _describe(self, entry: AdapterEntry) -> AdapterInfo:
-        default_for = sorted(kind for kind, name in self.defaults().items() if name == entry.name)
+        default_for = self._defaults.modalities_of(entry.name)
         if entry.digest is not None and self.residency(entry.digest):
             return entry.describe("gpu", default_for)
         is_in_memory = entry.digest is not None and self._store.contains(entry.digest)
         return entry.describe("cpu" if is_in_memory else "disk", default_for)
+
+
+def _release(done: Future[GenerationHandle]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        done.result().release()

@@ -1,13 +1,14 @@
 """The CPU tier: generations by digest, counted references, the least recently used evicted first.
 
-Never evicts what a handle refers to or what is pinned, so it can hold more than its capacity for as long as requests
-need that. Knows nothing of names or files. Thread-safe. Owned by `manager`.
+Bounded by count and by bytes. Never evicts what a handle refers to or what is pinned, so it can hold more than its
+bounds for as long as requests and pins need that. Knows nothing of names or files. Thread-safe. Owned by `manager`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from adapters.generation import Generation, GenerationHandle
@@ -21,25 +22,49 @@ class _Resident:
     is_retired: bool = False
 
 
+@dataclass(frozen=True)
+class StoreUsage:
+    """What is resident: how many generations and their bytes, and how many of them are pinned."""
+
+    num_resident: int
+    num_bytes: int
+    num_pinned: int
+
+
 class GenerationStore:
-    """At most `capacity` generations that nobody refers to or has pinned, plus those that somebody has.
+    """Generations up to a count and a number of bytes, plus those that somebody refers to or has pinned.
 
     Attributes:
+        capacity: most generations that are kept for later use.
+        max_bytes: most bytes of all A and B, None for no such bound.
         evictions: how often one was put out for want of room.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_bytes: int | None = None,
+        *,
+        note_prompt: Callable[[str, int, int], None] = lambda name, num_tokens, num_cached: None,
+    ) -> None:
+        """`note_prompt` is what handles call when a prompt begins (see `GenerationHandle`)."""
         assert capacity >= 1, "the CPU tier needs room for one adapter"
         self.capacity = capacity
+        self.max_bytes = max_bytes
         self.evictions = 0
+        self._note_prompt = note_prompt
         self._lock = threading.Lock()
         # digest -> generation, the least recently used first
         self._residents: OrderedDict[str, _Resident] = OrderedDict()
+        self._num_bytes = 0
 
     def add(self, generation: Generation, name: str, *, load_ms: float = 0.0) -> GenerationHandle:
         """Keep a generation, or the one with the same digest that is already there, and borrow it for `name`."""
         with self._lock:
-            resident = self._residents.setdefault(generation.digest, _Resident(generation))
+            resident = self._residents.get(generation.digest)
+            if resident is None:
+                resident = self._residents[generation.digest] = _Resident(generation)
+                self._num_bytes += generation.num_bytes
             handle = self._borrow(resident, name, load_ms)
             self._shrink()
             return handle
@@ -77,26 +102,32 @@ class GenerationStore:
             resident = self._residents.get(digest)
             return 0 if resident is None else resident.num_refs
 
-    def usage(self) -> tuple[int, int]:
-        """How many generations are resident, and their bytes."""
+    def usage(self) -> StoreUsage:
+        """What is resident now."""
         with self._lock:
-            return len(self._residents), sum(item.generation.num_bytes for item in self._residents.values())
+            num_pinned = sum(resident.is_pinned for resident in self._residents.values())
+            return StoreUsage(len(self._residents), self._num_bytes, num_pinned)
 
     def check_integrity(self) -> None:
-        """No negative references, nothing retired that nobody refers to, nothing evictable over capacity."""
+        """No negative references, nothing retired that nobody refers to, nothing evictable over a bound."""
         with self._lock:
             for digest, resident in self._residents.items():
                 assert resident.num_refs >= 0, f"{digest} has {resident.num_refs} references"
                 assert resident.num_refs > 0 or not resident.is_retired, f"{digest} is retired and unused, but kept"
                 assert resident.generation.digest == digest, f"{digest} holds {resident.generation.digest}"
+            num_bytes = sum(item.generation.num_bytes for item in self._residents.values())
+            assert num_bytes == self._num_bytes, f"{self._num_bytes} bytes are counted, {num_bytes} are held"
             num_evictable = sum(item.num_refs == 0 and not item.is_pinned for item in self._residents.values())
-            assert len(self._residents) <= self.capacity or num_evictable == 0, "over capacity, yet something could go"
+            assert not self._is_over() or num_evictable == 0, "over a bound, yet something could go"
 
     def _borrow(self, resident: _Resident, name: str, load_ms: float) -> GenerationHandle:
         digest = resident.generation.digest
         resident.num_refs += 1
         self._residents.move_to_end(digest)
-        return GenerationHandle(name, resident.generation, load_ms=load_ms, retain=self._retain, release=self._release)
+        return GenerationHandle(
+            name, resident.generation, load_ms=load_ms, retain=self._retain, release=self._release,
+            note_prompt=self._note_prompt,
+        )  # fmt: skip
 
     def _retain(self, digest: str) -> None:
         with self._lock:
@@ -112,13 +143,19 @@ class GenerationStore:
 
     def _forget_if_done(self, digest: str, resident: _Resident) -> None:
         if resident.is_retired and resident.num_refs == 0:
-            del self._residents[digest]
+            self._forget(digest)
+
+    def _forget(self, digest: str) -> None:
+        self._num_bytes -= self._residents.pop(digest).generation.num_bytes
+
+    def _is_over(self) -> bool:
+        return len(self._residents) > self.capacity or (self.max_bytes is not None and self._num_bytes > self.max_bytes)
 
     def _shrink(self) -> None:
-        num_over = len(self._residents) - self.capacity
-        if num_over <= 0:
+        if not self._is_over():
             return
-        evictable = [d for d, item in self._residents.items() if item.num_refs == 0 and not item.is_pinned]
-        for digest in evictable[:num_over]:
-            del self._residents[digest]
+        for digest in [d for d, item in self._residents.items() if item.num_refs == 0 and not item.is_pinned]:
+            self._forget(digest)
             self.evictions += 1
+            if not self._is_over():
+                break

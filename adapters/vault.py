@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
+import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from adapters.catalog import Catalog, CatalogRow
@@ -71,9 +74,9 @@ class Vault:
         _fsync(self._adapters)
         return name
 
-    def put(self, row: CatalogRow) -> None:
-        """List a kept folder as its name's current version; old versions over the limit are deleted."""
-        self.delete_folders(self.catalog.put(row, num_kept=NUM_KEPT_VERSIONS))
+    def put(self, row: CatalogRow) -> list[str]:
+        """List a kept folder as its name's current version; returns folders that are no longer listed, to be deleted."""
+        return self.catalog.put(row, num_kept=NUM_KEPT_VERSIONS)
 
     def path(self, folder: str) -> Path:
         """Where a kept folder is."""
@@ -109,6 +112,48 @@ class Vault:
             if folder.name not in listed:
                 log.info("event=unlisted_adapter_folder_deleted folder=%s", folder.name)
                 self.delete_folders([folder.name])
+
+
+class VaultDoor:
+    """Opens the vault when it is first needed, so that a server which stores nothing writes nothing.
+
+    Args:
+        root: the server's adapter folder; None where uploads are switched off.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        self.root = root
+        self._lock = threading.Lock()
+        self._vault: Vault | None = None
+
+    def open(self) -> Vault:
+        """The vault; there must be a root."""
+        with self._lock:
+            if self._vault is None:
+                assert self.root is not None, "no adapter folder is configured"
+                self._vault = Vault(self.root)
+            return self._vault
+
+    @contextmanager
+    def incoming(self) -> Iterator[Path]:
+        """An empty folder for an upload's files, gone afterwards unless it was kept."""
+        if self.root is None:
+            with tempfile.TemporaryDirectory(prefix="switchboard-") as folder:
+                yield Path(folder)
+            return
+        vault = self.open()
+        incoming = vault.new_folder()
+        try:
+            yield incoming
+        finally:
+            vault.discard(incoming)
+
+    def close(self) -> None:
+        """Close the vault if it is open; it opens again when it is needed."""
+        with self._lock:
+            if self._vault is not None:
+                self._vault.close()
+                self._vault = None
 
 
 def _fsync(path: Path) -> None:

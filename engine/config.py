@@ -100,6 +100,10 @@ class EngineConfig:
     max_loras: int = setting(8, "adapters that can share one batch (rows of the LoRA buffers)", parse=int, metavar="N")
     max_lora_rank: int = setting(64, "largest rank that is accepted; memory follows it", parse=int, metavar="N")
     max_cpu_loras: int = setting(64, "adapters kept in CPU memory; at least --max-loras", parse=int, metavar="N")
+    max_cpu_lora_mb: int | None = setting(
+        None, "most CPU memory for adapters, in MiB; those in use or pinned stay beyond it", parse=int, metavar="MB",
+        shown_default="no such bound",
+    )  # fmt: skip
     lora_dtype: str = setting("auto", "auto (the model's), float32, bfloat16 or float16")
     lora_target_modules: list[str] = setting(
         [], "serve LoRA on these module suffixes only; adapters that touch others are refused", nargs="+",

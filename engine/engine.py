@@ -12,12 +12,14 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
+from adapters.generation import GenerationHandle
 from adapters.hub import locate_adapter
-from adapters.manager import AdapterManager
+from adapters.manager import AdapterInfo, AdapterManager, ManagerStats
 from adapters.slots import SlotPool
 from engine.answer import Answer
 from engine.attention import bind_attention
@@ -28,7 +30,7 @@ from engine.encoder_cache import EncoderCache
 from engine.errors import AppError, EngineClosed, InvalidRequest
 from engine.flight import FlightTokens
 from engine.graphs import DecodeGraphs
-from engine.intake import Intake, Limits
+from engine.intake import Intake, Limits, RoutedPrompt, explain_missing
 from engine.loop import EngineLoop
 from engine.lora_layers import LoraBuffers
 from engine.model import load_model
@@ -55,6 +57,9 @@ from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
 logger = logging.getLogger(__name__)
 
 _NUM_INTAKE_THREADS = 16
+_CLOSED = "The server is shutting down; try again later."
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +85,9 @@ class EngineStats:
     batch_by_adapter: dict[str, int]
     lora_rows_used: int
     lora_rows_total: int
+    lora_row_loads: int
+    lora_row_evictions: int
+    adapters: ManagerStats
 
 
 class Engine:
@@ -99,7 +107,6 @@ class Engine:
         tokenizer: the model's tokenizer.
         modalities: media that the model takes.
         max_model_len: prompt and answer, in tokens.
-        default_mm_loras: modality -> adapter that applies by itself.
     """
 
     def __init__(self, config: EngineConfig, *, checks_integrity: bool = False) -> None:
@@ -128,7 +135,6 @@ class Engine:
         attention_step = bind_attention(self.base.decoder, cache)
         lora_metadata = self._make_lora_metadata() if config.enable_lora else {}
         self._encoder_cache = EncoderCache(config.encoder_cache_mb * 2**20)
-        self.default_mm_loras: dict[str, str] = {}
         self.lora_bytes = 0
         self._slots: SlotPool | None = None
         self.adapters = self._make_adapters(lora_metadata)
@@ -170,7 +176,6 @@ class Engine:
             audio=audio,
             adapters=self.adapters if config.enable_lora else None,
             base_names=self.model_names,
-            defaults=self.default_mm_loras,
             eos_token_ids=eos_token_ids(self.base.model, self.tokenizer),
             vocab_size=self.base.vocab_size,
             limits=Limits(
@@ -180,7 +185,7 @@ class Engine:
                 max_media_bytes=config.max_upload_mb * 2**20,
             ),
         )
-        # Threads of its own: an adapter that is slow to read must not hold up what other parts of the program do.
+        # Threads of its own, for decoding and prompts; nobody waits for an adapter on them.
         self._intake_threads = ThreadPoolExecutor(_NUM_INTAKE_THREADS, thread_name_prefix="intake")
         try:
             self._load_adapters()
@@ -208,13 +213,37 @@ class Engine:
     ) -> list[Answer]:
         """Like `start_sync`, with the blocking part on a worker thread."""
         self._check_open()
-        start = functools.partial(self.start_sync, prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
+        route = functools.partial(self._intake.route, prompt, sampling, model=model, lora=lora, n=n)
+        routed = await asyncio.wrap_future(self._on_intake_thread(route))
+        handle = await self._claim(routed)
         try:
-            starting = asyncio.get_running_loop().run_in_executor(self._intake_threads, start)
-        except RuntimeError:  # The threads were shut down since the check above.
-            self._check_open()
+            job = self._on_intake_thread(functools.partial(self._begin, routed, handle, request_id))
+        except AppError:
+            if handle is not None:
+                handle.release()
             raise
-        return await starting
+        if handle is not None:
+            job.add_done_callback(lambda _: handle.release())  # Where the job is cancelled before it began.
+        return await asyncio.wrap_future(job)
+
+    def _on_intake_thread(self, work: Callable[[], T]) -> Future[T]:
+        try:
+            return self._intake_threads.submit(work)
+        except RuntimeError:  # The threads were shut down since the caller looked.
+            raise EngineClosed(_CLOSED) from None
+
+    async def _claim(self, routed: RoutedPrompt) -> GenerationHandle | None:
+        """The routed adapter; waiting for it holds no thread."""
+        future = self._intake.acquire(routed)
+        if future is None:
+            return None
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_release_unclaimed)
+            raise
+        except AppError as error:
+            raise explain_missing(error, routed.route) from None
 
     def start_sync(
         self,
@@ -240,7 +269,18 @@ class Engine:
             AppError: the request cannot be served as asked.
         """
         self._check_open()
-        requests, _ = self._intake.prepare(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
+        routed = self._intake.route(prompt, sampling, model=model, lora=lora, n=n)
+        future = self._intake.acquire(routed)
+        try:
+            handle = None if future is None else future.result()
+        except AppError as error:
+            raise explain_missing(error, routed.route) from None
+        return self._begin(routed, handle, request_id)
+
+    def _begin(self, routed: RoutedPrompt, handle: GenerationHandle | None, request_id: str | None) -> list[Answer]:
+        """Build the prompt and queue the answers; the handle is taken over."""
+        requests = self._intake.build(routed, handle, request_id=request_id)
+        prompt = routed.prompt
         answers: list[Answer] = []
         try:
             for index, request in enumerate(requests):
@@ -290,7 +330,7 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise EngineClosed("The server is shutting down; try again later.")
+            raise EngineClosed(_CLOSED)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, media placeholders included."""
@@ -337,7 +377,39 @@ class Engine:
             batch_by_adapter=dict(counters.batch_by_adapter) if scheduler.has_work else {},
             lora_rows_used=len(self._slots.resident()) if self._slots else 0,
             lora_rows_total=self.config.max_loras if self._slots else 0,
+            lora_row_loads=self._slots.loads if self._slots else 0,
+            lora_row_evictions=self._slots.evictions if self._slots else 0,
+            adapters=self.adapters.stats(),
         )
+
+    @property
+    def default_mm_loras(self) -> dict[str, str]:
+        """Modality -> adapter that answers such prompts by itself, as it stands now."""
+        return self.adapters.defaults()
+
+    def set_default(self, modality: str, name: str | None) -> None:
+        """Let an adapter answer prompts of a modality by itself from the next request on, or none. Thread-safe.
+
+        It is pinned for as long as it does. Blocking where it must be read from its files.
+
+        Raises:
+            InvalidRequest: the model does not take the modality.
+            AppError: there is no such adapter, or it cannot be served; the default is then what it was.
+        """
+        self._check_modalities([modality], "default_for")
+        self.adapters.set_default(modality, name)
+
+    def set_default_for(self, name: str, modalities: Collection[str]) -> AdapterInfo:
+        """Let an adapter answer exactly these modalities by itself; otherwise like `set_default`."""
+        self._check_modalities(modalities, "default_for")
+        return self.adapters.set_default_for(name, modalities)
+
+    def _check_modalities(self, modalities: Collection[str], setting: str) -> None:
+        for modality in modalities:
+            if modality not in self.modalities:
+                takes = ", ".join(sorted(self.modalities)) or "no media"
+                flag = "--default-mm-loras" if setting == "default_mm_loras" else setting
+                raise InvalidRequest(f"{flag} names {modality!r}, but the model takes {takes}.", param=setting)
 
     def check_integrity(self) -> None:
         """Assert that the pools, caches and adapters agree; call it when nothing runs."""
@@ -392,14 +464,14 @@ class Engine:
             surface,
             adapter_dir=Path(config.adapter_dir) if config.adapter_dir else user_data_dir(),
             max_cpu_loras=config.max_cpu_loras,
+            max_cpu_bytes=None if config.max_cpu_lora_mb is None else config.max_cpu_lora_mb * 2**20,
             on_retire=_weakly(self._retire),
             reserved_names={*self.model_names, *RESERVED_NAMES},
             max_upload_bytes=config.max_upload_mb * 2**20,
             locate=locate_adapter,
         )
-        slots, defaults = self._slots, self.default_mm_loras
+        slots = self._slots
         adapters.residency = lambda digest: slots is not None and slots.lookup(digest) is not None
-        adapters.defaults = lambda: defaults
         return adapters
 
     def _retire(self, digest: str) -> None:
@@ -431,18 +503,19 @@ class Engine:
         for module in config.lora_modules:
             self._load_named(f"--lora-modules {module.name}={module.path}", module)
         for modality, name in (config.default_mm_loras or {}).items():
-            if modality not in self.modalities:
-                takes = ", ".join(sorted(self.modalities)) or "no media"
-                raise InvalidRequest(
-                    f"--default-mm-loras names {modality!r}, but the model takes {takes}.", param="default_mm_loras"
-                )
+            self._check_modalities([modality], "default_mm_loras")
             if not self.adapters.contains(name):
                 # A path or id, as in vLLM: it becomes an adapter under the modality's name.
                 setting = f"--default-mm-loras {modality}={name} (no adapter has that name)"
                 self._load_named(setting, LoRAModule(modality, name))
                 name = modality
-            self.adapters.pin(name, True)
-            self.default_mm_loras[modality] = name
+            self.adapters.set_default(modality, name)
+
+
+def _release_unclaimed(done: Future[GenerationHandle]) -> None:
+    """Give back what arrived for somebody who had left."""
+    if not done.cancelled() and done.exception() is None:
+        done.result().release()
 
 
 def _is_silent(request: EngineRequest) -> bool:

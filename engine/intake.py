@@ -1,19 +1,22 @@
-"""Makes a request ready to run, on the caller's thread: decode media, route, get the adapter, build the prompt.
+"""Makes a request ready to run: decode media and route, get the adapter, build the prompt.
 
-The same steps in the same order serve the HTTP routes, the browser and the offline API. Everything that a user sent is
-read and checked here, so that the engine's steps see only what is known to work. Called by `engine/engine`.
+The same steps in the same order serve the HTTP routes, the browser and the offline API. The first and the last work on
+the caller's thread; between them the caller waits for the adapter in its own way, so that a slow one need not hold a
+thread. Everything that a user sent is read and checked here, so that the engine's steps see only what is known to work.
+Called by `engine/engine`.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from adapters.errors import AdapterNotFound
 from engine.audio import AudioFrontend
-from engine.errors import ContextTooLong, InvalidRequest, MediaError, ModelNotFound
+from engine.errors import AppError, ContextTooLong, InvalidRequest, MediaError, ModelNotFound
 from engine.media import decode_audio
 from engine.prompt import BuiltPrompt, PromptBuilder, media_parts
 from engine.request import AudioPart, ImagePart, Prompt, Receipt, SamplingParams
@@ -39,15 +42,25 @@ class Limits:
     max_media_bytes: int
 
 
+@dataclass(frozen=True)
+class RoutedPrompt:
+    """A prompt whose media are decoded, and who answers it."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    media: Sequence[MediaInput]
+    route: Route
+    n: int
+
+
 class Intake:
     """Turns prompts into `EngineRequest`s.
 
     Args:
         builder: builds token ids.
         audio: the model's audio frontend, None when it takes no audio.
-        adapters: the adapter manager, None when adapters are off.
+        adapters: the adapter manager, which knows the defaults too; None when adapters are off.
         base_names: names of the base model.
-        defaults: modality -> adapter; read anew for each request, since it may change.
         eos_token_ids: tokens that end an answer.
         vocab_size: V.
         limits: bounds on one request.
@@ -60,7 +73,6 @@ class Intake:
         audio: AudioFrontend | None,
         adapters: AdapterManager | None,
         base_names: Sequence[str],
-        defaults: Mapping[str, str],
         eos_token_ids: frozenset[int],
         vocab_size: int,
         limits: Limits,
@@ -69,24 +81,14 @@ class Intake:
         self._audio = audio
         self._adapters = adapters
         self._base_names = tuple(base_names)
-        self._defaults = defaults
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._limits = limits
 
-    def prepare(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        model: str | None,
-        lora: str | None,
-        request_id: str | None,
-        n: int,
-    ) -> tuple[list[EngineRequest], BuiltPrompt]:
-        """One request for each of n answers, all ready to be submitted.
-
-        Each request holds the adapter's generation; whoever gets them must submit them or release the handles.
+    def route(
+        self, prompt: Prompt, sampling: SamplingParams, *, model: str | None, lora: str | None, n: int
+    ) -> RoutedPrompt:
+        """First step: decode the prompt's media and choose who answers.
 
         Raises:
             AppError: whatever is wrong with the request, with the field at fault.
@@ -95,26 +97,58 @@ class Intake:
             raise InvalidRequest(f"n is {n}, but must be 1 or more.", param="n")
         check_logit_bias(sampling, self._vocab_size)
         media = self._decode(media_parts(prompt))
-        handle, receipt = self._route(model, lora, {"audio"} if media else set())
+        adapters = self._adapters
+        route = choose_route(
+            model=model,
+            lora=lora,
+            modalities={"audio"} if media else set(),
+            base_names=self._base_names,
+            defaults={} if adapters is None else adapters.defaults(),
+            is_adapter=lambda name: adapters is not None and adapters.contains(name),
+        )
+        return RoutedPrompt(prompt, sampling, media, route, n)
+
+    def acquire(self, routed: RoutedPrompt) -> Future[GenerationHandle] | None:
+        """Second step: the route's adapter, done at once where it is in memory; None for the base model. Never blocks.
+
+        Whoever gets the handle must pass it on to `build` or release it.
+        """
+        if routed.route.name is None:
+            return None
+        assert self._adapters is not None, "only adapters that exist are routed to"
+        return self._adapters.acquire_soon(routed.route.name)
+
+    def build(
+        self, routed: RoutedPrompt, handle: GenerationHandle | None, *, request_id: str | None
+    ) -> list[EngineRequest]:
+        """Last step: one request for each of n answers, all ready to be submitted. Releases `handle`.
+
+        Each request holds the adapter's generation; whoever gets them must submit them or release their handles.
+
+        Raises:
+            AppError: the prompt cannot be served as asked.
+        """
+        sampling, route = routed.sampling, routed.route
         try:
-            built = self._builder.build(prompt, media)
-            max_tokens = self._max_tokens(sampling, built, getattr(prompt, "is_transcript", False))
+            receipt = Receipt(None, None, route.reason)
+            if handle is not None:
+                receipt = Receipt(route.name, handle.generation.digest, route.reason, load_ms=handle.load_ms)
+            built = self._builder.build(routed.prompt, routed.media)
+            max_tokens = self._max_tokens(sampling, built, getattr(routed.prompt, "is_transcript", False))
             base_id = request_id or uuid.uuid4().hex
-            requests = []
-            for index in range(n):
-                requests.append(
-                    EngineRequest(
-                        request_id=base_id if n == 1 else f"{base_id}-{index}",
-                        prompt_token_ids=built.token_ids,
-                        spans=built.spans,
-                        sampling=_reseeded(sampling, index),
-                        max_tokens=max_tokens,
-                        eos_token_ids=self._eos_token_ids,
-                        handle=None if handle is None else handle.fork(),
-                        receipt=receipt,
-                    )
+            return [
+                EngineRequest(
+                    request_id=base_id if routed.n == 1 else f"{base_id}-{index}",
+                    prompt_token_ids=built.token_ids,
+                    spans=built.spans,
+                    sampling=_reseeded(sampling, index),
+                    max_tokens=max_tokens,
+                    eos_token_ids=self._eos_token_ids,
+                    handle=None if handle is None else handle.fork(),
+                    receipt=receipt,
                 )
-            return requests, built
+                for index in range(routed.n)
+            ]
         finally:
             if handle is not None:
                 handle.release()
@@ -149,39 +183,6 @@ class Intake:
             media.append(self._audio.prepare(clip))
         return media
 
-    def _route(
-        self, model: str | None, lora: str | None, modalities: set[str]
-    ) -> tuple[GenerationHandle | None, Receipt]:
-        adapters = self._adapters
-        route = choose_route(
-            model=model,
-            lora=lora,
-            modalities=modalities,
-            base_names=self._base_names,
-            defaults=self._defaults,
-            is_adapter=lambda name: adapters is not None and adapters.contains(name),
-        )
-        if route.name is None:
-            return None, Receipt(None, None, route.reason)
-        assert adapters is not None
-        handle = self._acquire(adapters, route)
-        return handle, Receipt(route.name, handle.generation.digest, route.reason, load_ms=handle.load_ms)
-
-    def _acquire(self, adapters: AdapterManager, route: Route) -> GenerationHandle:
-        """Borrow the route's adapter; a default that is gone is an error of its own, never the base model's answer."""
-        assert route.name is not None
-        try:
-            return adapters.acquire(route.name)
-        except AdapterNotFound:
-            if route.reason == "explicit":
-                raise
-            modality = route.reason.partition(":")[2].replace("+", " and ")
-            raise ModelNotFound(
-                f"The default adapter for {modality}, {route.name!r}, is not loaded; load it again, or ask with "
-                "lora none for the base model.",
-                param="lora",
-            ) from None
-
     def _max_tokens(self, sampling: SamplingParams, built: BuiltPrompt, is_transcript: bool) -> int:
         prompt_len = len(built.token_ids)
         room = self._limits.max_model_len - prompt_len
@@ -196,6 +197,18 @@ class Intake:
             # Ten placeholders stand for a second or less; nobody speaks as many tokens.
             return min(room, _TRANSCRIPT_MARGIN + sum(span.media.num_tokens for span in built.spans))
         return sampling.max_tokens or room
+
+
+def explain_missing(error: AppError, route: Route) -> AppError:
+    """What to tell where an adapter could not be had: a default that is gone is an error of its own."""
+    if not isinstance(error, AdapterNotFound) or route.reason == "explicit":
+        return error
+    modality = route.reason.partition(":")[2].replace("+", " and ")
+    return ModelNotFound(
+        f"The default adapter for {modality}, {route.name!r}, is not loaded; load it again, or ask with lora none for "
+        "the base model.",
+        param="lora",
+    )
 
 
 def _reseeded(sampling: SamplingParams, index: int) -> SamplingParams:

@@ -292,6 +292,8 @@ class EngineLoop:
                     queue_ms=(time.monotonic() - state.submitted_at) * 1000,
                     cached_tokens=min(item.start, state.prompt_len),
                 )
+                if state.request.handle is not None:
+                    state.request.handle.note_prompt(state.prompt_len, receipt.cached_tokens)
                 state.answer.put(Delta(receipt=receipt))
 
     def _count(self, plan: Plan) -> None:

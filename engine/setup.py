@@ -46,7 +46,11 @@ def check_settings(config: EngineConfig) -> None:
         if getattr(config, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise InvalidRequest(f"{flag} is {getattr(config, name)}, but must be 1 or more.", param=name)
-    for name in ("max_audio_seconds", "gpu_memory_utilization", "kv_cache_memory_mb", "max_model_len", "max_upload_mb"):
+    above_zero = (
+        "max_audio_seconds", "gpu_memory_utilization", "kv_cache_memory_mb", "max_model_len", "max_upload_mb",
+        "max_cpu_lora_mb",
+    )  # fmt: skip
+    for name in above_zero:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise InvalidRequest(f"--{name.replace('_', '-')} is {value}, but must be above 0.", param=name)

@@ -157,8 +157,8 @@ def test_a_second_server_on_the_folder_does_not_sweep_the_firsts_work(
     check_whole(surface, root, {first.get("a").generation})
 
 
-def row(name: str, folder: str, created: float = 1.0) -> CatalogRow:
-    return CatalogRow(name, folder, "sha256:x", "upload:x", None, {"rank": 4}, created)
+def row(name: str, folder: str, created: float = 1.0, digest: str = "") -> CatalogRow:
+    return CatalogRow(name, folder, f"sha256:{digest or folder}", "upload:x", None, {"rank": 4}, created)
 
 
 def test_a_catalogue_keeps_the_newest_versions_and_names_the_rest(tmp_path: Path) -> None:
@@ -169,6 +169,19 @@ def test_a_catalogue_keeps_the_newest_versions_and_names_the_rest(tmp_path: Path
     catalog.point("a", "f2")
     assert [current.folder for current in catalog.current()] == ["f2"] and catalog.folders() == {"f2", "f3"}
     assert sorted(catalog.remove("a")) == ["f2", "f3"] and catalog.current() == []
+    catalog.close()
+
+
+def test_a_new_version_pushes_out_its_own_content_and_then_the_oldest_but_never_what_it_replaces(
+    tmp_path: Path,
+) -> None:
+    catalog = Catalog(tmp_path / "catalog.sqlite3")
+    for number in range(3):
+        assert catalog.put(row("a", f"f{number}", number), num_kept=3) == []
+    catalog.point("a", "f0")
+    assert catalog.put(row("a", "f3", 3), num_kept=3) == ["f1"]
+    assert catalog.put(row("a", "f4", 4, digest="f2"), num_kept=3) == ["f2"]
+    assert [version.folder for version in catalog.versions("a")] == ["f4", "f3", "f0"]
     catalog.close()
 
 

@@ -258,7 +258,8 @@ def test_the_engine_says_what_is_on_the_gpu_and_what_answers_media(make: Make, r
     manager = make()
     info = manager.load("sql", reference)
     manager.residency = lambda digest: digest == info.generation
-    manager.defaults = lambda: {"image": "sql", "audio": "sql", "video": "other"}
+    for modality in ("image", "audio"):
+        manager.set_default(modality, "sql")
     assert manager.get("sql").state == "gpu" and manager.get("sql").default_for == ["audio", "image"]
 
 

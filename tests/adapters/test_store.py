@@ -51,7 +51,7 @@ def test_equal_content_is_kept_once(make) -> None:  # type: ignore[no-untyped-de
     store = GenerationStore(4)
     first, second = store.add(make("a"), "x"), store.add(make("a"), "y")
     assert first.generation is second.generation and (first.name, second.name) == ("x", "y")
-    assert store.usage()[0] == 1 and store.num_refs("a") == 2
+    assert store.usage().num_resident == 1 and store.num_refs("a") == 2
 
 
 def test_retired_content_is_freed_with_its_last_handle(make) -> None:  # type: ignore[no-untyped-def]

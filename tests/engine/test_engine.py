@@ -527,3 +527,52 @@ def test_the_transcript_of_silence_is_empty_and_holds_nothing(tiny_engine: Engin
     tiny_engine.adapters.check_integrity()
     heard = one(tiny_engine, tiny_engine.transcription_prompt(AudioPart((tone(0.5), 16_000))), sampling)
     assert run(heard)[1]
+
+
+# Slow adapters
+
+
+def test_many_requests_for_a_slow_adapter_do_not_hold_up_other_starts(
+    llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from adapters import intake
+
+    engine = Engine(
+        EngineConfig(model=str(llama_dir), adapter_dir=str(tmp_path), max_loras=1, max_cpu_loras=1),
+        checks_integrity=True,
+    )
+    real, is_reached, is_open = intake.read_adapter, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **named: Any) -> Any:
+        is_reached.set()
+        assert is_open.wait(30)
+        return real(*args, **named)
+
+    async def ask(name: str) -> list[int]:
+        (answer,) = await engine.start(TextPrompt("x"), GREEDY, lora=name)
+        return [token_id async for delta in answer for token_id in delta.token_ids]
+
+    async def scene() -> tuple[list[int], list[list[int]]]:
+        waiting = [asyncio.create_task(ask("slow")) for _ in range(48)]
+        while not is_reached.is_set():
+            await asyncio.sleep(0.001)
+        other = await asyncio.wait_for(ask("none"), 20)
+        assert not any(task.done() for task in waiting)
+        waiting[0].cancel()
+        is_open.set()
+        return other, await asyncio.gather(*waiting[1:])
+
+    try:
+        engine.adapters.load("slow", str(llama_adapters["all"]))
+        expected = run(one(engine, TextPrompt("x"), lora="slow"))[1]
+        engine.adapters.load("other", str(llama_adapters["qv"]))
+        assert engine.adapters.get("slow").state in ("disk", "gpu")
+        monkeypatch.setattr(intake, "read_adapter", slow)
+        base, answers = asyncio.run(scene())
+        assert answers == [expected] * 47 and base != expected
+        assert engine.adapters.get("slow").num_loads == 2
+    finally:
+        is_open.set()
+        engine.close()
+    engine.check_integrity()
+    assert engine.adapters.stats().num_cpu == 1
