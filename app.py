@@ -192,8 +192,9 @@ def _log_adapters(engine: Engine) -> None:
             log.warning("event=adapter_failed name=%s reason=%r", info.name, info.error)
             continue
         log.info(
-            "event=adapter name=%s rank=%d alpha=%g scale=%g modules=%s num_modules=%d size_mb=%.2f default_for=%s",
+            "event=adapter name=%s source=%s rank=%d alpha=%g scale=%g modules=%s num_modules=%d size_mb=%.2f default_for=%s",
             info.name,
+            info.source,
             info.rank,
             info.alpha,
             info.scale,

@@ -157,7 +157,7 @@ class AdapterManager:
                     param="pinned",
                 )
             if is_pinned:
-                with self._borrow(name)[1]:
+                with self.borrow(name):
                     self._registry.set_pinned(entry, True)
             else:
                 self._registry.set_pinned(entry, False)
@@ -177,13 +177,13 @@ class AdapterManager:
         if name is None:
             self._defaults.set(modality, None)
             return
-        with self._borrow(name)[1]:
+        with self.borrow(name):
             self._defaults.set(modality, name)
 
     def set_default_for(self, name: str, modalities: Collection[str]) -> AdapterInfo:
         """Let an adapter answer exactly these modalities by itself; raises what `set_default` raises."""
         if modalities:
-            with self._borrow(name)[1]:
+            with self.borrow(name):
                 self._defaults.set_for(name, modalities)
         else:
             self._registry.get(name)
@@ -219,19 +219,16 @@ class AdapterManager:
             found.set_result(handle)
             return found
         # The digest is part of the key: who asks after a replacement must not get what was asked for before it.
-        future = self._flights.join((name, entry.digest), lambda: self._borrow(name)[1])
+        future = self._flights.join((name, entry.digest), lambda: self.borrow(name))
         future.add_done_callback(lambda done: self._note_arrival(done, entry))
         return future
 
-    def prefetch(self, name: str) -> None:
-        """Begin to read an adapter that is likely to be asked for soon; nothing happens where that is impossible."""
-        entry = self._registry.find(name)
-        if entry is not None and entry.error is None and not self._store.contains(str(entry.digest)):
-            future = self._flights.join((name, entry.digest), lambda: self._borrow(name)[1])
-            future.add_done_callback(_release)
+    def borrow(self, name: str) -> GenerationHandle:
+        """What `acquire` gives, not counted as a request."""
+        return self._borrow(name)[1]
 
     def _borrow(self, name: str) -> tuple[AdapterEntry, GenerationHandle]:
-        """What `acquire` gives, not counted as a request, and the entry that it came from."""
+        """What `borrow` gives, and the entry that it came from."""
         while True:
             entry = self._registry.get(name)
             if entry.error is not None:
@@ -444,8 +441,3 @@ class AdapterManager:
             return entry.describe("gpu", default_for)
         is_in_memory = entry.digest is not None and self._store.contains(entry.digest)
         return entry.describe("cpu" if is_in_memory else "disk", default_for)
-
-
-def _release(done: Future[GenerationHandle]) -> None:
-    if not done.cancelled() and done.exception() is None:
-        done.result().release()

@@ -1,4 +1,4 @@
-"""Routes that load, unload, upload, list, pin and delete adapters; changing anything needs the administrator's role.
+"""Routes that load, unload, upload, list, change and delete adapters; changing anything needs the administrator's role.
 
 The texts of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` are vLLM's. Called by `api/app`.
 """
@@ -22,6 +22,7 @@ from engine.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from adapters.records import AdapterInfo
+    from engine.engine import EngineStats
 
 router = APIRouter()
 admin = APIRouter(dependencies=[Depends(require_admin)])
@@ -112,13 +113,15 @@ async def upload_adapter(request: Request) -> Response:
 
 @router.get("/v1/adapters")
 async def list_adapters(request: Request) -> dict[str, Any]:
-    """Every adapter with where it lies, its size, and how it is used."""
-    return {"object": "list", "data": [adapter_json(info) for info in await service_of(request).list_adapters()]}
+    """Every adapter with where it lies, its size, and how it is used; and what all of them take."""
+    service = service_of(request)
+    adapters = [adapter_json(info) for info in await service.list_adapters()]
+    return {"object": "list", "data": adapters, "stats": stats_json(service.stats())}
 
 
 @router.get("/v1/adapters/{name:path}")
 async def get_adapter(request: Request, name: str) -> dict[str, Any]:
-    """One adapter, with the versions of an upload that can be gone back to."""
+    """One adapter, with its versions."""
     service = service_of(request)
     versions = [asdict(version) for version in await service.adapter_versions(name)]
     return {**adapter_json(await service.get_adapter(name)), "versions": versions}
@@ -126,14 +129,17 @@ async def get_adapter(request: Request, name: str) -> dict[str, Any]:
 
 @admin.patch("/v1/adapters/{name:path}", openapi_extra=json_request(PatchAdapterRequest))
 async def patch_adapter(request: Request, name: str) -> dict[str, Any]:
-    """Pin an adapter in memory or stop doing so; go back to a stored version of an upload."""
+    """Go back to a version, answer modalities by itself, stay in memory: what is named is done, in this order."""
     service = service_of(request)
     service.require_updates()
     body = await json_body(request, PatchAdapterRequest)
-    if body.pinned is None and body.generation is None:
-        raise InvalidRequest("Nothing is to be changed; send pinned or generation.", param="pinned")
+    if body.pinned is None and body.generation is None and body.default_for is None:
+        raise InvalidRequest("Nothing is to be changed; send pinned, generation or default_for.", param="pinned")
+    service.engine.check_modalities(body.default_for or ())
     if body.generation is not None:
         await service.roll_back_adapter(name, body.generation)
+    if body.default_for is not None:
+        await service.set_default_for(name, body.default_for)
     if body.pinned is not None:
         await service.pin_adapter(name, body.pinned)
     return adapter_json(await service.get_adapter(name))
@@ -168,8 +174,38 @@ def adapter_json(info: AdapterInfo) -> dict[str, Any]:
         "created": int(info.created),
         "num_requests": info.num_requests,
         "last_used": info.last_used,
+        "num_loads": info.num_loads,
+        "load_ms": info.load_ms,
+        "prefix_query_tokens": info.prefix_query_tokens,
+        "prefix_hit_tokens": info.prefix_hit_tokens,
         "is_stored": info.is_stored,
         "error": info.error,
         "warnings": info.warnings,
         "report": info.report,
+    }
+
+
+def stats_json(stats: EngineStats) -> dict[str, Any]:
+    """What all adapters take, as the list of `/v1/adapters` shows it; bytes are those of A and B."""
+    adapters = stats.adapters
+    return {
+        "num_adapters": adapters.num_adapters,
+        "num_failed": adapters.num_failed,
+        "num_pinned": adapters.num_pinned,
+        "cpu": {
+            "count": adapters.num_cpu,
+            "bytes": adapters.cpu_bytes,
+            "max_count": adapters.max_cpu_loras,
+            "max_bytes": adapters.max_cpu_bytes,
+            "evictions": adapters.evictions,
+        },
+        "rows": {
+            "count": stats.lora_rows_used,
+            "max_count": stats.lora_rows_total,
+            "loads": stats.lora_row_loads,
+            "evictions": stats.lora_row_evictions,
+        },
+        "loads": adapters.loads,
+        "load_seconds": adapters.load_seconds,
+        "refusals": adapters.refusals,
     }

@@ -304,7 +304,10 @@ class PatchAdapterRequest(Body):
     """Body of `PATCH /v1/adapters/{name}`."""
 
     pinned: bool | None = None
-    generation: str | None = Field(None, description="digest of a stored version to go back to")
+    generation: str | None = Field(None, description="digest of a version to go back to")
+    default_for: list[str] | None = Field(
+        None, description="all modalities whose prompts the adapter answers by itself; [] for none"
+    )
 
 
 class TokenizeRequest(Body):

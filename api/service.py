@@ -18,6 +18,7 @@ from api.auth import Policy, Role
 from api.errors import RuntimeUpdatingOff
 from api.logprobs import TokenTexts
 from api.settings import ServerSettings
+from api.turns import KeyedTurns
 from engine.config import EMBEDDED_MODEL
 from engine.errors import InvalidRequest, ModelNotFound, Overloaded
 from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPrompt, TokenPrompt
@@ -33,6 +34,7 @@ T = TypeVar("T")
 Params = ParamSpec("Params")
 
 MANAGER_THREADS = 8
+LOAD_THREADS = 8
 UploadFiles = Mapping[str, Path | bytes | BinaryIO]
 
 
@@ -53,7 +55,10 @@ class Service:
         self.settings = settings
         self.policy = Policy(settings)
         self._num_starting = 0  # answers whose prompts are still being prepared; touched on the event loop alone
+        # What only looks or points never waits behind what reads files or fetches them.
         self._pool = ThreadPoolExecutor(MANAGER_THREADS, thread_name_prefix="adapters")
+        self._load_pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="adapter-changes")
+        self._turns = KeyedTurns()
 
     async def start_chat(
         self,
@@ -189,8 +194,13 @@ class Service:
             )
 
     async def _manage(self, work: Callable[Params, T], *args: Params.args, **kwargs: Params.kwargs) -> T:
-        """Run a blocking call of the manager; slow loads never hold the threads that start answers."""
+        """Run a call of the manager that blocks for moments only."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
+
+    async def _change(self, name: str, work: Callable[Params, T], *args: Params.args, **kwargs: Params.kwargs) -> T:
+        """Run a call of the manager that may read files for a name; those who wait for the name's turn hold no thread."""
+        async with self._turns.hold(name):
+            return await asyncio.get_running_loop().run_in_executor(self._load_pool, partial(work, *args, **kwargs))
 
     async def list_adapters(self) -> list[AdapterInfo]:
         """Every adapter that has a name."""
@@ -205,43 +215,48 @@ class Service:
     ) -> AdapterInfo:
         """Load an adapter from a folder, hub id or address; raises `AppError`."""
         self.require_updates()
-        return await self._manage(
-            self.adapters.load, name, path, load_inplace=load_inplace, base_model_name=base_model_name
+        return await self._change(
+            name, self.adapters.load, name, path, load_inplace=load_inplace, base_model_name=base_model_name
         )
 
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away; answers under way end on it. Raises `AdapterNotFound`."""
         self.require_updates()
-        await self._manage(self.adapters.unload, name)
+        await self._change(name, self.adapters.unload, name)
 
     async def delete_adapter(self, name: str) -> None:
         """Unload an adapter and delete the files of an upload; raises `AdapterNotFound`."""
         self.require_updates()
-        await self._manage(self.adapters.delete, name)
+        await self._change(name, self.adapters.delete, name)
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
         """Keep an adapter in CPU memory, or stop doing so; raises `AdapterNotFound`."""
         self.require_updates()
-        await self._manage(self.adapters.pin, name, is_pinned)
+        await self._change(name, self.adapters.pin, name, is_pinned)
         return await self.get_adapter(name)
 
     async def roll_back_adapter(self, name: str, generation: str) -> AdapterInfo:
-        """Point an upload's name to one of its stored versions; raises `AdapterNotFound`."""
+        """Point a name to one of its versions; raises `AdapterNotFound`, or why that version cannot be had."""
         self.require_updates()
-        return await self._manage(self.adapters.rollback, name, generation)
+        return await self._change(name, self.adapters.rollback, name, generation)
+
+    async def set_default_for(self, name: str, modalities: Sequence[str]) -> AdapterInfo:
+        """Let an adapter answer exactly these modalities by itself; raises `AppError`."""
+        self.require_updates()
+        return await self._change(name, self.engine.set_default_for, name, modalities)
 
     async def adapter_versions(self, name: str) -> list[VersionInfo]:
-        """An upload's stored versions, newest first; raises `AdapterNotFound`."""
+        """What a name points to and what it can be rolled back to, newest first; raises `AdapterNotFound`."""
         return await self._manage(self.adapters.versions, name)
 
     async def inspect_upload(self, files: UploadFiles) -> UploadReport:
         """Check an upload and keep nothing of it."""
-        return await self._manage(self.adapters.inspect_upload, files)
+        return await asyncio.get_running_loop().run_in_executor(self._load_pool, self.adapters.inspect_upload, files)
 
     async def install_upload(self, name: str, files: UploadFiles, *, load_inplace: bool = False) -> AdapterInfo:
         """Store an uploaded adapter and list it; it is there again after a restart. Raises `AppError`."""
         self.require_updates()
-        return await self._manage(self.adapters.install_upload, name, files, load_inplace=load_inplace)
+        return await self._change(name, self.adapters.install_upload, name, files, load_inplace=load_inplace)
 
     # Model cards
 

@@ -396,15 +396,16 @@ class Engine:
             InvalidRequest: the model does not take the modality.
             AppError: there is no such adapter, or it cannot be served; the default is then what it was.
         """
-        self._check_modalities([modality], "default_for")
+        self.check_modalities([modality])
         self.adapters.set_default(modality, name)
 
     def set_default_for(self, name: str, modalities: Collection[str]) -> AdapterInfo:
         """Let an adapter answer exactly these modalities by itself; otherwise like `set_default`."""
-        self._check_modalities(modalities, "default_for")
+        self.check_modalities(modalities)
         return self.adapters.set_default_for(name, modalities)
 
-    def _check_modalities(self, modalities: Collection[str], setting: str) -> None:
+    def check_modalities(self, modalities: Collection[str], setting: str = "default_for") -> None:
+        """Raise `InvalidRequest` where the model does not take one of these modalities, which `setting` names."""
         for modality in modalities:
             if modality not in self.modalities:
                 takes = ", ".join(sorted(self.modalities)) or "no media"
@@ -503,7 +504,7 @@ class Engine:
         for module in config.lora_modules:
             self._load_named(f"--lora-modules {module.name}={module.path}", module)
         for modality, name in (config.default_mm_loras or {}).items():
-            self._check_modalities([modality], "default_mm_loras")
+            self.check_modalities([modality], "default_mm_loras")
             if not self.adapters.contains(name):
                 # A path or id, as in vLLM: it becomes an adapter under the modality's name.
                 setting = f"--default-mm-loras {modality}={name} (no adapter has that name)"

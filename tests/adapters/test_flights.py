@@ -102,16 +102,6 @@ def test_an_error_reaches_every_waiter_and_the_next_one_tries_again(
     manager.acquire("cold").release()
 
 
-def test_prefetching_brings_content_into_memory_and_counts_as_no_request(manager: AdapterManager) -> None:
-    manager.prefetch("cold")
-    manager.prefetch("nobody")
-    with manager.acquire("cold"):
-        pass
-    assert (manager.get("cold").state, manager.get("cold").num_requests) == ("cpu", 1)
-    manager.prefetch("cold")
-    assert manager.get("cold").num_loads == 2
-
-
 def test_keys_beyond_the_threads_queue_and_late_ones_are_served_in_person() -> None:
     flights, releases = Flights(2), []
     gate = threading.Barrier(3)

@@ -194,6 +194,86 @@ def test_an_upload_goes_back_to_an_earlier_version(http: httpx.Client, speech_ad
     assert http.patch("/v1/adapters/up", json={"generation": "sha256:none"}).status_code == 404
 
 
+def test_a_path_goes_back_to_an_earlier_version_while_its_files_hold_it(
+    http: httpx.Client, client: openai.OpenAI, speech_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    def text(model: str) -> str | None:
+        answer = client.chat.completions.create(model=model, messages=HI, temperature=0, max_tokens=12)
+        return answer.choices[0].message.content
+
+    folder = tmp_path / "mine"
+    shutil.copytree(speech_adapters["style"], folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 3 * config["lora_alpha"]}))
+    assert load(http, "mine", folder).status_code == 200
+    first_text = text("mine")
+    first = http.get("/v1/adapters/mine").json()["generation"]
+    assert load(http, "mine", speech_adapters["tower"], load_inplace=True).status_code == 200
+    versions = http.get("/v1/adapters/mine").json()["versions"]
+    assert [(version["is_current"], version["is_stored"]) for version in versions] == [(True, False), (False, False)]
+    assert versions[1]["generation"] == first and text("mine") == text("tower")
+    assert http.patch("/v1/adapters/mine", json={"generation": first}).json()["generation"] == first
+    assert text("mine") == first_text != text("tower")
+    second = versions[0]["generation"]
+    assert http.patch("/v1/adapters/mine", json={"generation": second}).status_code == 200
+    (folder / "adapter_config.json").write_text("{}")
+    assert error(http.patch("/v1/adapters/mine", json={"generation": first}))[0] == 400
+    shutil.rmtree(folder)
+    assert error(http.patch("/v1/adapters/mine", json={"generation": first}))[0] == 404
+    assert http.get("/v1/adapters/mine").json()["generation"] == second and text("mine") == text("tower")
+
+
+def test_defaults_change_while_the_server_runs_and_are_pinned(
+    http: httpx.Client, client: openai.OpenAI, base_model: str, audio_message: dict[str, Any]
+) -> None:
+    def who() -> tuple[str | None, str]:
+        answer = client.chat.completions.create(model=base_model, messages=[audio_message], max_tokens=1)  # type: ignore[list-item]
+        receipt: Any = answer.to_dict()["lora"]
+        return receipt["name"], receipt["reason"]
+
+    def patch(name: str, **fields: Any) -> httpx.Response:
+        return http.patch(f"/v1/adapters/{name}", json=fields)
+
+    assert who() == ("speech", "default:audio")
+    try:
+        changed = patch("style", default_for=["audio"]).json()
+        assert (changed["default_for"], changed["pinned"]) == (["audio"], True)
+        assert who() == ("style", "default:audio")
+        before = http.get("/v1/adapters/speech").json()
+        assert (before["default_for"], before["pinned"]) == ([], False)
+        assert error(patch("style", pinned=False)) == (400, "pinned")
+        assert patch("style", default_for=[], pinned=False).json()["pinned"] is False
+        assert who() == (None, "base")
+        assert error(patch("style", default_for=["smell"])) == (400, "default_for")
+        assert error(patch("style", default_for="audio")) == (400, "default_for")
+        assert error(patch("nobody", default_for=["audio"]))[0] == 404
+        assert error(patch("nobody", default_for=[]))[0] == 404
+        assert who() == (None, "base")
+    finally:
+        assert patch("speech", default_for=["audio"]).status_code == 200
+
+
+def test_the_list_shows_what_adapters_take(http: httpx.Client, client: openai.OpenAI, adapter_folder: Path) -> None:
+    assert load(http, "mine", adapter_folder).status_code == 200
+    prompt = [{"role": "user", "content": "the same beginning of a prompt, twice over"}]
+    for _ in range(2):
+        client.chat.completions.create(model="mine", messages=prompt, max_tokens=1)  # type: ignore[arg-type]
+    listed = http.get("/v1/adapters").json()
+    mine = next(adapter for adapter in listed["data"] if adapter["id"] == "mine")
+    num_tokens = mine["prefix_query_tokens"] // 2
+    assert mine["prefix_hit_tokens"] == (num_tokens - 1) // 16 * 16 > 0
+    assert (mine["num_requests"], mine["num_loads"]) == (2, 1) and mine["load_ms"] > 0
+    stats = listed["stats"]
+    assert stats["num_adapters"] == len(listed["data"]) and stats["cpu"]["count"] >= 2
+    assert stats["cpu"]["bytes"] == sum(
+        {a["generation"]: a["bytes"] for a in listed["data"] if a["state"] != "disk"}.values()
+    )
+    assert (stats["cpu"]["max_count"], stats["cpu"]["max_bytes"], stats["rows"]["max_count"]) == (64, None, 4)
+    assert 0 < stats["rows"]["count"] <= 4 and stats["rows"]["loads"] > 0 and stats["loads"]["path"] > 0
+    again = load(http, "mine", adapter_folder, load_inplace=True)
+    assert again.status_code == 200 and http.get("/v1/adapters/mine").json()["num_loads"] == 2
+
+
 def test_upload_and_patch_faults_name_the_field(http: httpx.Client, adapter_folder: Path) -> None:
     archive = zipped(adapter_folder)
 

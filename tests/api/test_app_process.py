@@ -100,7 +100,8 @@ def test_a_run_from_start_to_ctrl_c(speech_dir: Path, speech_adapters: dict[str,
         log = "".join(lines)
         assert re.search(r"event=flag_ignored .*long-lora-scaling-factors has no effect", log)
         assert re.search(
-            r"event=adapter name=speech rank=8 alpha=8 scale=1 modules=q_proj,v_proj num_modules=\d+ size_mb=0\.\d\d "
+            r"event=adapter name=speech source=\S+speech rank=8 alpha=8 scale=1 modules=q_proj,v_proj num_modules=\d+ "
+            r"size_mb=0\.\d\d "
             "default_for=audio",
             log,
         )

@@ -554,8 +554,7 @@ def test_many_requests_for_a_slow_adapter_do_not_hold_up_other_starts(
 
     async def scene() -> tuple[list[int], list[list[int]]]:
         waiting = [asyncio.create_task(ask("slow")) for _ in range(48)]
-        while not is_reached.is_set():
-            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(is_reached.wait, 30)
         other = await asyncio.wait_for(ask("none"), 20)
         assert not any(task.done() for task in waiting)
         waiting[0].cancel()
