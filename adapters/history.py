@@ -52,6 +52,10 @@ class History:
             param="generation",
         )
 
+    def is_stored(self, name: str) -> bool:
+        """Whether the catalogue lists the name, be it that something else answers to it now."""
+        return bool(self._rows(name))
+
     def _rows(self, name: str) -> list[CatalogRow]:
         root = self._door.root
         return [] if root is None or not root.is_dir() else self._door.open().catalog.versions(name)

@@ -161,7 +161,7 @@ class AdapterManager:
                     self._registry.set_pinned(entry, True)
             else:
                 self._registry.set_pinned(entry, False)
-            if entry.version is not None:
+            if self._history.is_stored(name):
                 self._door.open().catalog.set_pinned(name, is_pinned)
         return self._describe(entry)
 

@@ -154,8 +154,13 @@ class GenerationStore:
     def _shrink(self) -> None:
         if not self._is_over():
             return
-        for digest in [d for d, item in self._residents.items() if item.num_refs == 0 and not item.is_pinned]:
+        evictable = [d for d, item in self._residents.items() if item.num_refs == 0 and not item.is_pinned]
+        # What can never fit goes first, so that it takes nothing else along.
+        for digest in sorted(evictable, key=lambda digest: not self._is_too_large(digest)):
             self._forget(digest)
             self.evictions += 1
             if not self._is_over():
                 break
+
+    def _is_too_large(self, digest: str) -> bool:
+        return self.max_bytes is not None and self._residents[digest].generation.num_bytes > self.max_bytes

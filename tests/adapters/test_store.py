@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,13 @@ from adapters.surface import ModelSurface
 
 @pytest.fixture
 def make(reference: Path, surface: ModelSurface):  # type: ignore[no-untyped-def]
-    """Generations that differ by digest only."""
+    """Generations that differ by digest and size only."""
     real = read_generation(reference, surface)
-    return lambda digest: Generation(digest, real.spec, real.pairs, real.report)
+
+    def generation(digest: str, num_bytes: int = 10) -> Generation:
+        return Generation(digest, real.spec, real.pairs, replace(real.report, num_bytes=num_bytes))
+
+    return generation
 
 
 def test_the_least_recently_used_leaves_first(make) -> None:  # type: ignore[no-untyped-def]
@@ -45,6 +50,36 @@ def test_what_is_borrowed_or_pinned_is_never_evicted(make) -> None:  # type: ign
     store.revive("a", is_pinned=False)
     store.add(make("d"), "d").release()
     assert not store.contains("a") and store.contains("d")
+
+
+def test_bytes_are_bounded_too_and_the_least_recently_used_leaves_first(make) -> None:  # type: ignore[no-untyped-def]
+    store = GenerationStore(9, max_bytes=100)
+    for digest, num_bytes in (("a", 40), ("b", 40), ("c", 20)):
+        store.add(make(digest, num_bytes), digest).release()
+    assert (store.usage().num_bytes, store.evictions) == (100, 0)
+    store.add(make("d", 30), "d").release()
+    assert [store.contains(digest) for digest in "abcd"] == [False, True, True, True] and store.usage().num_bytes == 90
+    held = store.add(make("e", 90), "e")
+    assert store.usage().num_bytes == 90 and not any(map(store.contains, "bcd"))
+    store.add(make("f", 30), "f").release()
+    assert not store.contains("f"), "there is no room beside what is in use"
+    held.release()
+    assert store.contains("e")
+
+
+def test_what_never_fits_is_kept_while_it_is_used_and_takes_nothing_else_along(make) -> None:  # type: ignore[no-untyped-def]
+    store = GenerationStore(9, max_bytes=100)
+    store.add(make("small", 60), "small").release()
+    huge = store.add(make("huge", 101), "huge")
+    assert store.contains("huge") and not store.contains("small")
+    huge.release()
+    assert not store.contains("huge")
+    pinned = store.add(make("huge", 101), "huge")
+    store.revive("huge", is_pinned=True)
+    pinned.release()
+    assert store.contains("huge") and store.usage().num_pinned == 1
+    store.revive("huge", is_pinned=False)
+    assert not store.contains("huge") and store.usage().num_bytes == 0
 
 
 def test_equal_content_is_kept_once(make) -> None:  # type: ignore[no-untyped-def]
@@ -88,12 +123,13 @@ def test_a_generation_cannot_be_changed(make) -> None:  # type: ignore[no-untype
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_use_never_breaks_the_books(make, seed: int) -> None:  # type: ignore[no-untyped-def]
-    store, chance, handles = GenerationStore(3), random.Random(seed), []
+    store, chance, handles = GenerationStore(3, max_bytes=45), random.Random(seed), []
+    num_bytes = dict(zip("abcdef", (5, 10, 15, 20, 30, 50), strict=True))
     for _ in range(200):
         digest = chance.choice("abcdef")
         action = chance.choice(["add", "borrow", "release", "release", "retire", "pin", "unpin"])
         if action == "add":
-            handles.append(store.add(make(digest), digest))
+            handles.append(store.add(make(digest, num_bytes[digest]), digest))
         elif action == "borrow":
             handle = store.borrow(digest, digest)
             assert (handle is not None) == store.contains(digest)
