@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -45,52 +46,102 @@ def _folders(root: Path, name: str) -> list[str]:
     return [folder for (folder,) in rows]
 
 
-def work(surface: ModelSurface, root: Path, uploads: list[dict[str, bytes]], seed: int, ready: int) -> None:
-    """Install, replace and delete until killed; writes a byte after each step. Runs in a child process."""
+# name -> what it points to and whether it is pinned
+State = dict[str, tuple[str, bool]]
+
+
+def work(surface: ModelSurface, root: Path, uploads: dict[str, dict[str, bytes]], seed: int, log: BinaryIO) -> None:
+    """Install, replace, roll back, pin and delete until killed. Runs in a child process.
+
+    Writes a line before each step, with the name and what it will be, and one after it.
+    """
     chance = random.Random(seed)
     manager = AdapterManager(surface, adapter_dir=root, max_cpu_loras=4)
     manager.restore()
+
+    def say(name: str, after: tuple[str, bool] | None) -> None:
+        log.write(json.dumps([name, after]).encode() + b"\n")
+        log.flush()
+
     while True:
-        name = chance.choice("abc")
-        if manager.contains(name) and chance.random() < 0.3:
+        name, action = chance.choice("abc"), chance.choice(["put", "put", "put", "unload", "roll back", "pin"])
+        before = manager.get(name) if manager.contains(name) else None
+        if action == "put" or before is None:
+            digest = chance.choice([*uploads])
+            say(name, (digest, before is not None and before.pinned))
+            manager.install_upload(name, uploads[digest], load_inplace=True)
+        elif action == "unload":
+            say(name, None)
             manager.unload(name)
+        elif action == "roll back":
+            version = chance.choice(manager.versions(name)).generation
+            say(name, (version, before.pinned))
+            manager.rollback(name, version)
         else:
-            manager.install_upload(name, chance.choice(uploads), load_inplace=True)
-        os.write(ready, b".")
+            say(name, (str(before.generation), not before.pinned))
+            manager.pin(name, not before.pinned)
+        log.write(b"done\n")
+        log.flush()
+
+
+def killed_child(job: Callable[[BinaryIO], None], chance: random.Random) -> list[bytes]:
+    """Run a job in a child process, kill it at some moment after a few steps, and give the lines that it wrote."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            with os.fdopen(writer, "wb") as log:
+                job(log)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as lines:
+        written = [lines.readline() for _ in range(2 * chance.randrange(1, 6))]
+        # Microseconds to milliseconds into the next step, so that kills fall between all of its parts.
+        for _ in range(chance.randrange(0, 400_000)):
+            pass
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child must not end by itself"
+        return [line.strip() for line in [*written, *lines]]
+
+
+def allowed_after(state: State, lines: list[bytes]) -> tuple[State, State]:
+    """What must be found after a kill: the state before the step that it fell into, or the one after it."""
+    before, after = dict(state), dict(state)
+    for line in lines:
+        if line == b"done":
+            before = dict(after)
+        else:
+            name, found = json.loads(line)
+            after.pop(name, None)
+            after |= {} if found is None else {name: tuple(found)}
+    return before, after
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_killed_server_leaves_each_stored_adapter_whole_or_absent(
+def test_a_killed_server_leaves_each_stored_adapter_whole_or_absent_with_its_pin_and_version(
     surface: ModelSurface, reference: Path, tmp_path: Path
 ) -> None:
-    root, chance = tmp_path / "own", random.Random(5)
-    uploads = [files_of(reference), files_of(edit(reference, tmp_path / "x", config={"lora_alpha": 3}))]
+    root, chance, uploads = tmp_path / "own", random.Random(5), {}
     probe = AdapterManager(surface, adapter_dir=None, max_cpu_loras=4)
-    digests = {
-        probe.load("a", reference).generation,
-        probe.load("b", tmp_path / "x").generation,
-    }
-    num_found = 0
-    for seed in range(15):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                work(surface, root, uploads, seed, writer)
-            finally:
-                os._exit(1)
-        os.close(writer)
-        for _ in range(chance.randrange(1, 6)):
-            assert os.read(reader, 1) == b"."
-        # A few microseconds to milliseconds into the next step, so that kills fall between all of its parts.
-        for _ in range(chance.randrange(0, 60_000)):
-            pass
-        os.kill(child, signal.SIGKILL)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child must not end by itself"
-        os.close(reader)
-        num_found += len(check_whole(surface, root, digests))
-    assert num_found > 5, "the children must have stored something"
+    for alpha in range(3, 7):
+        folder = edit(reference, tmp_path / str(alpha), config={"lora_alpha": alpha})
+        uploads[str(probe.load(str(alpha), folder).generation)] = files_of(folder)
+    state: State = {}
+    num_torn, num_found = 0, 0
+    for seed in range(20):
+        lines = killed_child(lambda log, seed=seed: work(surface, root, uploads, seed, log), chance)  # type: ignore[misc]
+        before, after = allowed_after(state, lines)
+        names = check_whole(surface, root, set(uploads))
+        manager = AdapterManager(surface, adapter_dir=root, max_cpu_loras=4)
+        state = {info.name: (str(info.generation), info.pinned) for info in manager.restore()}
+        manager.close()
+        assert state in (before, after), (seed, lines[-3:])
+        num_torn += lines[-1] != b"done"
+        num_found += len(names)
+    assert num_found > 20 and num_torn > 3, "the children must have stored something and died in the middle"
 
 
 class Killed(BaseException):
