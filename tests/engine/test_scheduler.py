@@ -71,6 +71,10 @@ def _state(number: int, prompt: list[int], generation: Any = None, max_tokens: i
     )  # fmt: skip
 
 
+def _generation_of(state: RequestState) -> Any:
+    return None if state.request.handle is None else state.request.handle.generation
+
+
 def _scheduler(num_blocks: int = 30, num_rows: int = 2, writer: Any = None, **settings: Any) -> Scheduler:
     defaults: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 20, "block_size": 4}
     return Scheduler(BlockPool(num_blocks), SlotPool(num_rows, writer or _Writer()), **{**defaults, **settings})
@@ -337,3 +341,48 @@ def test_a_request_without_room_for_its_keys_gives_its_row_back() -> None:
     scheduler.add(cold)
     _run_step(scheduler, chooser)
     assert big.status is Status.RUNNING and cold.status is Status.WAITING and cold.lora_slot == -1
+
+
+def _most_overtaken(max_passes: int) -> int:
+    """Six adapters, two of them popular, on two rows: by how many later adapter requests was any request overtaken?"""
+    chooser = random.Random(3)
+    scheduler = _scheduler(
+        num_rows=2, max_passes=max_passes, num_blocks=400, max_num_seqs=12, max_num_batched_tokens=60
+    )
+    generations = [_generation(name) for name in "abcdef"]
+    popular = generations[:2]
+    # in the order of their arrival, each with the number of later adapter requests that started before it
+    waiting: list[RequestState] = []
+    overtaken: dict[str, int] = {}
+    most, number = 0, 0
+    for _ in range(600):
+        while sum(_generation_of(state) in popular for state in waiting) < 12:
+            generation = chooser.choice([*popular * 6, None, *generations])
+            waiting.append(_state(number, [chooser.randrange(3) for _ in range(3)], generation))
+            scheduler.add(waiting[-1])
+            number += 1
+        for state in _run_step(scheduler, chooser):
+            if state.num_outputs >= 2 + int(state.request.request_id) % 5:
+                scheduler.finish(state)
+        num_later = 0
+        for state in reversed(waiting):
+            if state.request.handle is None:
+                continue
+            if state.status is not Status.WAITING:
+                num_later += 1
+                continue
+            name = state.request.request_id
+            overtaken[name] = overtaken.get(name, 0) + num_later
+            most = max(most, overtaken[name])
+        waiting = [state for state in waiting if state.status is Status.WAITING]
+    assert number > 500 and scheduler.num_preemptions == 0
+    return most
+
+
+@pytest.mark.parametrize("max_passes", [0, 3, 8])
+def test_with_more_adapters_than_rows_nobody_is_overtaken_more_often_than_the_bound(max_passes: int) -> None:
+    assert _most_overtaken(max_passes) <= max_passes
+
+
+def test_without_the_bound_rare_adapters_would_be_overtaken_far_more_often() -> None:
+    assert _most_overtaken(max_passes=10**9) > 20
