@@ -21,6 +21,7 @@ from adapters.errors import (
     AdapterNotFound,
     AdapterRefused,
     AdapterStoreFault,
+    DefaultStaysPinned,
     InvalidAdapterName,
 )
 from adapters.manager import AdapterManager
@@ -367,6 +368,144 @@ def test_replacing_an_upload_keeps_versions_that_can_be_rolled_back_to(
     assert [*(tmp_path / "own" / "adapters").iterdir()] == []
 
 
+def test_a_path_can_be_rolled_back_while_memory_or_its_files_hold_the_version(
+    make: Make, reference: Path, others: Callable[[float], Path], tmp_path: Path
+) -> None:
+    manager = make()
+    folder = edit(reference, tmp_path / "one")
+    infos = [manager.load("sql", folder, base_model_name="its-base", pinned=True)]
+    infos += [manager.load("sql", others(alpha), load_inplace=True) for alpha in (16, 24)]
+    first, second, third = (str(info.generation) for info in infos)
+    assert [(version.generation, version.is_current, version.is_stored) for version in manager.versions("sql")] == [
+        (third, True, False), (second, False, False), (first, False, False),
+    ]  # fmt: skip
+    back = manager.rollback("sql", first)
+    assert (back.generation, back.source, back.base_model_name, back.pinned) == (first, str(folder), "its-base", True)
+    assert manager.stats().num_cpu == 1, "what the name no longer points to is let go"
+    assert {version.generation for version in manager.versions("sql")} == {first, second, third}
+    with manager.acquire("sql"):  # Somebody still answers from it when its files are gone.
+        manager.rollback("sql", third)
+        shutil.rmtree(folder)
+        assert manager.rollback("sql", first).generation == first
+        manager.rollback("sql", third)
+    before = manager.get("sql")
+    with pytest.raises(AdapterFilesNotFound, match="'sql'"):
+        manager.rollback("sql", first)
+    edit(reference, folder, config={"lora_alpha": 5})
+    with pytest.raises(AdapterRefused, match="'sql' is refused: that version is not in memory any more and its files"):
+        manager.rollback("sql", first)
+    with pytest.raises(AdapterNotFound, match="no version 'sha256:x'"):
+        manager.rollback("sql", "sha256:x")
+    assert manager.get("sql") == before and manager.stats().num_cpu == 1
+    manager.unload("sql")
+    manager.load("sql", others(32))
+    assert len(manager.versions("sql")) == 1, "a new name does not inherit"
+
+
+def test_rolling_back_leads_from_a_path_to_an_upload_and_back(
+    make: Make, reference: Path, others: Callable[[float], Path]
+) -> None:
+    manager = make()
+    upload = str(manager.install_upload("sql", upload_of(reference)).generation)
+    path = str(manager.load("sql", others(16), load_inplace=True).generation)
+    assert manager.pin("sql", True).is_stored is False
+    back = manager.rollback("sql", upload)
+    assert (back.generation, back.is_stored, back.source, back.pinned) == (upload, True, "upload:sql", True)
+    assert manager.rollback("sql", path).is_stored is False
+    manager.close()
+    later = make()
+    later.restore()
+    assert (later.get("sql").generation, later.get("sql").pinned) == (upload, True)
+
+
+def test_defaults_are_pinned_for_as_long_as_they_are_defaults(
+    make: Make, reference: Path, others: Callable[[float], Path]
+) -> None:
+    manager = make(max_cpu_loras=1)
+    manager.load("a", reference)
+    manager.load("b", others(16))
+    assert manager.get("a").state == "disk"
+    manager.set_default("audio", "a")
+    assert (manager.get("a").state, manager.get("a").pinned, manager.get("a").default_for) == ("cpu", True, ["audio"])
+    manager.load("c", others(24))
+    assert manager.get("a").state == "cpu"
+    with pytest.raises(DefaultStaysPinned, match="answers audio by itself"):
+        manager.pin("a", False)
+    manager.load("a", others(32), load_inplace=True)
+    manager.load("d", others(40))
+    assert manager.get("a").state == "cpu", "what the name points to now is pinned"
+    manager.set_default_for("b", ["image", "audio"])
+    assert manager.defaults() == {"audio": "b", "image": "b"} and not manager.get("a").pinned
+    manager.load("e", others(48))
+    assert (manager.get("a").state, manager.get("b").state) == ("disk", "cpu")
+    manager.pin("b", True)
+    manager.set_default_for("b", [])
+    assert manager.defaults() == {} and manager.get("b").pinned, "a pin of its own stays"
+    for modality, name in (("audio", "nobody"), ("audio", "")):
+        with pytest.raises(AdapterNotFound):
+            manager.set_default(modality, name)
+    manager.set_default("audio", None)
+    assert manager.defaults() == {}
+
+
+def test_a_default_that_is_unloaded_and_loaded_again_is_pinned_again(
+    make: Make, reference: Path, others: Callable[[float], Path]
+) -> None:
+    manager = make(max_cpu_loras=1)
+    manager.load("a", reference)
+    manager.set_default("audio", "a")
+    manager.unload("a")
+    assert manager.defaults() == {"audio": "a"} and manager.stats().num_cpu == 0
+    assert manager.load("a", others(16)).pinned
+    manager.load("b", others(24))
+    assert manager.get("a").state == "cpu"
+
+
+def test_a_default_that_cannot_be_read_changes_nothing(
+    make: Make, reference: Path, others: Callable[[float], Path], tmp_path: Path
+) -> None:
+    manager = make(max_cpu_loras=1)
+    manager.load("a", edit(reference, tmp_path / "x"))
+    manager.load("b", others(16))
+    manager.set_default("audio", "b")
+    shutil.rmtree(tmp_path / "x")
+    with pytest.raises(AdapterFilesNotFound):
+        manager.set_default("audio", "a")
+    assert manager.defaults() == {"audio": "b"} and not manager.get("a").pinned
+
+
+def test_memory_is_bounded_by_bytes(make: Make, reference: Path, others: Callable[[float], Path]) -> None:
+    num_bytes = make().load("x", reference).num_bytes
+    manager = make(max_cpu_bytes=2 * num_bytes)
+    for name, folder in (("a", reference), ("b", others(16)), ("c", others(24))):
+        manager.load(name, folder)
+    stats = manager.stats()
+    assert (stats.num_cpu, stats.cpu_bytes, stats.max_cpu_bytes, stats.evictions) == (
+        2,
+        2 * num_bytes,
+        2 * num_bytes,
+        1,
+    )
+    assert [info.state for info in manager.list()] == ["disk", "cpu", "cpu"]
+
+
+def test_prompts_and_their_prefix_hits_are_counted_by_name(
+    make: Make, reference: Path, others: Callable[[float], Path]
+) -> None:
+    manager = make()
+    manager.load("a", reference)
+    with manager.acquire("a") as handle, handle.fork() as fork:
+        handle.note_prompt(40, 0)
+        manager.load("a", others(16), load_inplace=True)
+        fork.note_prompt(50, 32)
+        manager.load("b", reference)
+        info = manager.get("a")
+        assert (info.prefix_query_tokens, info.prefix_hit_tokens, info.num_loads) == (90, 32, 2)
+        manager.unload("a")
+        fork.note_prompt(10, 10)
+    assert (manager.get("b").prefix_query_tokens, manager.names()) == (0, ["b"])
+
+
 def test_an_upload_that_a_path_replaced_comes_back_with_the_next_start(
     make: Make, reference: Path, others: Callable[[float], Path]
 ) -> None:
@@ -436,7 +575,7 @@ def test_a_damaged_catalogue_is_told_and_nothing_is_deleted(make: Make, referenc
     assert len([*(tmp_path / "own" / "adapters").iterdir()]) == 1
 
 
-def test_two_hundred_loads_and_unloads_leave_nothing(make: Make, reference: Path, tmp_path: Path) -> None:
+def test_five_hundred_loads_and_unloads_leave_nothing(make: Make, reference: Path, tmp_path: Path) -> None:
     manager = make()
     files = {name: path.read_bytes() for name, path in upload_of(reference).items()}
 
@@ -445,13 +584,17 @@ def test_two_hundred_loads_and_unloads_leave_nothing(make: Make, reference: Path
         manager.acquire("sql").release()
         manager.unload("sql")
 
-    cycle(is_upload=True)
-    gc.collect()
-    before = sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
-    for number in range(200):
-        cycle(is_upload=number % 10 == 0)
-    gc.collect()
-    assert sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()) == before
+    def count() -> tuple[int, int]:
+        gc.collect()
+        objects = gc.get_objects()
+        return sum(issubclass(type(item), torch.Tensor) for item in objects), len(objects)
+
+    for number in range(10):
+        cycle(is_upload=number % 5 == 0)
+    num_tensors, num_objects = count()
+    for number in range(500):
+        cycle(is_upload=number % 25 == 0)
+    assert count()[0] == num_tensors and count()[1] - num_objects < 100, "five hundred cycles leave no object each"
     assert manager.stats().num_cpu == 0 and manager.list() == []
     assert [*(tmp_path / "own" / "adapters").iterdir()] == [*(tmp_path / "own" / "incoming").iterdir()] == []
 
