@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from api.turns import KeyedTurns
 from engine import Engine
@@ -114,6 +117,64 @@ def test_loads_unloads_replacements_and_chats_in_any_order(
         assert not any(tiny_engine.adapters.residency(generation) for generation in right)
     assert statuses.keys() <= {200, 400, 404} and statuses[200] > 10
     tiny_engine.check_integrity()
+
+
+def test_adapters_that_cannot_be_loaded_disturb_neither_a_stream_nor_the_server(
+    http: httpx.Client, base_url: str, speech_adapters: dict[str, Path], tiny_engine: Engine, tmp_path: Path
+) -> None:
+    """Each is a 4xx with its reason, at once; what runs goes on, and memory is what it was."""
+
+    def broken(name: str) -> Path:
+        return Path(shutil.copytree(speech_adapters["style"], tmp_path / name))
+
+    def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], **config: Any) -> Path:
+        weights, path = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+        save_file(edit(load_file(weights)), weights)
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        return folder
+
+    config_only, cut, long_header = broken("config-only"), broken("cut"), broken("long-header")
+    (config_only / "adapter_model.safetensors").unlink()
+    weights = (cut / "adapter_model.safetensors").read_bytes()
+    (cut / "adapter_model.safetensors").write_bytes(weights[:-100])
+    (long_header / "adapter_model.safetensors").write_bytes((2**40).to_bytes(8, "little") + weights[8:])
+    large = change(broken("large"), lambda tensors: {
+        name: value.repeat(128, 1) if "lora_A" in name else value.repeat(1, 128) for name, value in tensors.items()
+    }, r=512)  # fmt: skip
+    other_base = change(broken("other-base"), lambda tensors: {
+        name: torch.ones(value.shape[0], 128) if "lora_A" in name else value for name, value in tensors.items()
+    })  # fmt: skip
+    empty = change(broken("empty"), lambda tensors: {name: torch.empty(0) for name in tensors})
+    not_numbers = change(broken("nan"), lambda tensors: {name: value * torch.nan for name, value in tensors.items()})
+    long = {"messages": CHAT["messages"], "model": tiny_engine.model_names[0], "temperature": 0, "ignore_eos": True}
+    expected = http.post("/v1/chat/completions", json={**long, "max_tokens": 440}).json()["choices"][0]["message"]
+    before = tiny_engine.stats().adapters, tiny_engine.adapters.names()
+    with http.stream("POST", "/v1/chat/completions", json={**long, "max_tokens": 440, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        received = [next(lines)]
+        for folder, status in (
+            (tmp_path / "missing", 404), (config_only, 400), (cut, 400), (long_header, 400), (large, 400), (other_base, 400),
+            (empty, 400), (not_numbers, 400),
+        ):  # fmt: skip
+            started = time.monotonic()
+            with httpx.Client(base_url=base_url, timeout=60) as other:
+                answer = other.post("/v1/load_lora_adapter", json={"lora_name": "hot", "lora_path": str(folder)})
+                assert other.get("/health").status_code == 200
+            assert time.monotonic() - started < 10
+            assert answer.status_code == status, (folder.name, answer.text)
+            error = answer.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"} and "'hot'" in error["message"]
+            assert str(tmp_path) not in answer.text
+        received += list(lines)
+    chunks = [json.loads(line[6:]) for line in received if line.startswith("data: {")]
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert text == expected["content"] and received[-2] == "data: [DONE]"
+    after = tiny_engine.stats().adapters
+    assert (after.num_cpu, after.cpu_bytes, tiny_engine.adapters.names()) == (
+        before[0].num_cpu, before[0].cpu_bytes, before[1],
+    )  # fmt: skip
+    good = {"lora_name": "hot", "lora_path": str(speech_adapters["style"])}
+    assert http.post("/v1/load_lora_adapter", json=good).status_code == 200
 
 
 def test_turns_are_taken_in_order_and_leave_nothing_behind() -> None:
