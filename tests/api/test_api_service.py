@@ -41,17 +41,17 @@ async def test_an_answer_that_starts_after_its_caller_has_gone_is_aborted(
     service: Service, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_begun, may_go_on, is_aborted = threading.Event(), threading.Event(), threading.Event()
-    start = tiny_engine.start_sync
+    begin = tiny_engine._begin
 
-    def start_late(*args: Any, **kwargs: Any) -> Any:
+    def begin_late(*args: Any, **kwargs: Any) -> Any:
         has_begun.set()
         assert may_go_on.wait(20)
-        [answer] = start(*args, **kwargs)
+        [answer] = begin(*args, **kwargs)
         abort = answer.abort
         answer.abort = lambda: (abort(), is_aborted.set())  # type: ignore[assignment, method-assign, func-returns-value]
         return [answer]
 
-    monkeypatch.setattr(tiny_engine, "start_sync", start_late)
+    monkeypatch.setattr(tiny_engine, "_begin", begin_late)
     starting = asyncio.create_task(service.start_chat([Message("user", "hi")], GREEDY))
     assert await asyncio.to_thread(has_begun.wait, 20)
     starting.cancel()
@@ -70,6 +70,7 @@ async def test_changes_are_refused_where_they_are_switched_off(tiny_engine: Engi
         service.delete_adapter("style"),
         service.pin_adapter("style", True),
         service.roll_back_adapter("style", "sha256:x"),
+        service.set_default_for("style", ["audio"]),
         service.install_upload("x", {}),
     ):
         with pytest.raises(RuntimeUpdatingOff):

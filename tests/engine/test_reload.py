@@ -86,7 +86,7 @@ class Stopwatch:
         self.adapter_work: list[float] = [0.0]
         for name in ("acquire", "release", "collect"):
             monkeypatch.setattr(SlotPool, name, self._timed(getattr(SlotPool, name), self._add_work))
-        monkeypatch.setattr(Runner, "execute", self._timed(Runner.execute, self._add_step))
+        monkeypatch.setattr(Runner, "launch", self._timed(Runner.launch, self._add_step))
 
     def _add_work(self, seconds: float) -> None:
         self.adapter_work[-1] += seconds
