@@ -1,4 +1,4 @@
-"""The figures and the table of the Adapters tab, as escaped HTML.
+"""The figures, the table and the list of versions of the Adapters tab, as escaped HTML.
 
 Pure functions of `AdapterInfo`s. A press on a row's button reaches the server through `TABLE_SCRIPT`; what it may do is
 decided there. Called by `ui/adapters`.
@@ -14,15 +14,15 @@ from ui.receipt import short_digest
 from ui.text import Texts
 
 if TYPE_CHECKING:
-    from adapters.manager import AdapterInfo
+    from adapters.manager import AdapterInfo, VersionInfo
 
 TABLE_SCRIPT = """
 element.addEventListener('click', async (event) => {
   const button = event.target.closest('button[data-act]');
   if (!button || button.disabled) return;
-  const { act, name, title, body, yes } = button.dataset;
+  const { act, name, value, title, body, yes } = button.dataset;
   if (title && !(await window.switchboard.confirm(title, body, yes))) return;
-  trigger('action', { act, name });
+  trigger('action', { act, name, value: value || '' });
 });
 """
 STATE_CHIPS = {"gpu": "good", "cpu": "accent", "disk": "plain", "failed": "bad"}
@@ -47,8 +47,11 @@ def figures_html(text: Texts, adapters: Sequence[AdapterInfo], *, num_slots: int
     return f"<dl class='figures'>{shown}</dl>"
 
 
-def table_html(text: Texts, adapters: Sequence[AdapterInfo], *, is_locked: bool) -> str:
-    """One row for each adapter, by name; with `is_locked`, buttons that cannot be pressed."""
+def table_html(text: Texts, adapters: Sequence[AdapterInfo], *, is_locked: bool, modalities: Sequence[str] = ()) -> str:
+    """One row for each adapter, by name; with `is_locked`, buttons that cannot be pressed.
+
+    `modalities` are those that the model takes, for which an adapter can be the default.
+    """
     if not adapters:
         title, body = escape(text("adapters.empty_title")), escape(text("adapters.empty_body"))
         return f"<div class='table-card'><p class='empty'><strong>{title}</strong>{body}</p></div>"
@@ -58,7 +61,8 @@ def table_html(text: Texts, adapters: Sequence[AdapterInfo], *, is_locked: bool)
         f"<th scope='col' class='{_column_class(key, numeric)}'>{escape(text(f'adapters.column.{key}'))}</th>"
         for key in columns
     )
-    rows = "".join(_row(text, adapter, is_locked) for adapter in sorted(adapters, key=lambda adapter: adapter.name))
+    by_name = sorted(adapters, key=lambda adapter: adapter.name)
+    rows = "".join(_row(text, adapter, is_locked, modalities) for adapter in by_name)
     caption = escape(text("adapters.table"))
     return (
         f"<div class='table-card'><table><caption>{caption}</caption><thead><tr>{head}</tr></thead>"
@@ -70,7 +74,31 @@ def _column_class(key: str, numeric: set[str]) -> str:
     return "number" if key in numeric else "actions" if key == "actions" else ""
 
 
-def _row(text: Texts, adapter: AdapterInfo, is_locked: bool) -> str:
+def versions_html(text: Texts, name: str, versions: Sequence[VersionInfo], *, is_locked: bool) -> str:
+    """What a name points to and can be rolled back to; the empty text where no name is chosen."""
+    if not name:
+        return ""
+    rows = "".join(_version(text, name, version, is_locked) for version in versions)
+    title, close = escape(text("adapters.versions_title", name=name)), escape(text("adapters.versions_close"))
+    return (
+        f"<div class='table-card'><table><caption>{title}</caption><tbody>{rows}</tbody></table>"
+        f"<p><button type='button' data-act='close' data-name=''>{close}</button></p></div>"
+    )
+
+
+def _version(text: Texts, name: str, version: VersionInfo, is_locked: bool) -> str:
+    digest = short_digest(version.generation)
+    last = f"<span class='chip good'>{escape(text('adapters.current'))}</span>"
+    if not version.is_current:
+        last = _button(text, name, "rollback", "", is_locked, value=version.generation, version=digest)
+    return (
+        f"<tr data-version='{escape(version.generation)}'><th scope='row'><code>{digest}</code></th>"
+        f"<td class='wide'>{escape(version.source)}</td><td>{escape(text.age(version.created))}</td>"
+        f"<td class='actions'>{last}</td></tr>"
+    )
+
+
+def _row(text: Texts, adapter: AdapterInfo, is_locked: bool, modalities: Sequence[str]) -> str:
     cells = (
         ("rank", str(adapter.rank) if adapter.rank else "–"),
         ("modules", str(adapter.num_modules) if adapter.num_modules else "–"),
@@ -86,7 +114,7 @@ def _row(text: Texts, adapter: AdapterInfo, is_locked: bool) -> str:
         f"<tr data-adapter='{escape(adapter.name)}'><th scope='row'>{_name_cell(adapter)}</th>"
         f"<td class='wide'><span class='chips'>{_chips(text, adapter)}</span></td>{numbers}"
         f"<td data-label='{last_used}'>{escape(text.age(adapter.last_used))}</td>"
-        f"<td class='actions'>{_actions(text, adapter, is_locked)}</td></tr>"
+        f"<td class='actions'>{_actions(text, adapter, is_locked, modalities)}</td></tr>"
     )
 
 
@@ -110,27 +138,39 @@ def _chips(text: Texts, adapter: AdapterInfo) -> str:
     return "".join(f"<span class='chip {kind}'>{escape(label)}</span>" for kind, label in chips)
 
 
-def _actions(text: Texts, adapter: AdapterInfo, is_locked: bool) -> str:
-    """Pin or unpin; then delete for an upload, unload for what came from elsewhere."""
-    pin = "unpin" if adapter.pinned else "pin"
+def _actions(text: Texts, adapter: AdapterInfo, is_locked: bool, modalities: Sequence[str]) -> str:
+    """What is usual first; then delete for an upload, unload for what came from elsewhere."""
+    buttons = [] if adapter.state == "failed" else _uses(text, adapter, is_locked, modalities)
+    buttons.append(_button(text, adapter.name, "versions", "", is_locked=False))
     remove = "delete" if adapter.is_stored else "unload"
-    buttons = [] if adapter.state == "failed" else [_button(text, adapter, pin, "", is_locked)]
     warning = ""
     if adapter.default_for:
-        modalities = text("receipt.and").join(adapter.default_for)
-        warning = "\n" + text("adapters.default_warning", modalities=modalities)
+        answered = text("receipt.and").join(adapter.default_for)
+        warning = "\n" + text("adapters.default_warning", modalities=answered)
     title = text(f"adapters.{remove}_title", name=adapter.name)
     body = text(f"adapters.{remove}_body", name=adapter.name) + warning
     yes = text(f"adapters.{remove}")
     asking = f" data-title='{escape(title)}' data-body='{escape(body)}' data-yes='{escape(yes)}'"
-    buttons.append(_button(text, adapter, remove, asking, is_locked))
+    buttons.append(_button(text, adapter.name, remove, asking, is_locked))
     return " ".join(buttons)
 
 
-def _button(text: Texts, adapter: AdapterInfo, act: str, more: str, is_locked: bool) -> str:
-    label = escape(text(f"adapters.{act}_label", name=adapter.name))
+def _uses(text: Texts, adapter: AdapterInfo, is_locked: bool, modalities: Sequence[str]) -> list[str]:
+    """Pin or unpin, where it is not pinned as a default anyway; and what it answers by itself."""
+    pin = "unpin" if adapter.pinned else "pin"
+    buttons = [] if adapter.default_for else [_button(text, adapter.name, pin, "", is_locked)]
+    for modality in modalities:
+        act = "no_default" if modality in adapter.default_for else "default"
+        buttons.append(_button(text, adapter.name, act, "", is_locked, value=modality))
+    return buttons
+
+
+def _button(text: Texts, name: str, act: str, more: str, is_locked: bool, *, value: str = "", version: str = "") -> str:
+    words = {"name": name, "modality": value, "version": version}
+    label = escape(text(f"adapters.{act}_label", **words))
     pressed = {"pin": " aria-pressed='false'", "unpin": " aria-pressed='true'"}.get(act, "")
     return (
-        f"<button type='button' data-act='{act}' data-name='{escape(adapter.name)}' aria-label='{label}'{pressed}{more}"
-        f"{' disabled' if is_locked else ''}>{escape(text(f'adapters.{act}'))}</button>"
+        f"<button type='button' data-act='{act}' data-name='{escape(name)}' data-value='{escape(value)}' "
+        f"aria-label='{label}'{pressed}{more}{' disabled' if is_locked else ''}>"
+        f"{escape(text(f'adapters.{act}', **words))}</button>"
     )

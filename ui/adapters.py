@@ -14,8 +14,9 @@ from typing import Any
 import gradio as gr
 
 from engine.errors import AppError
-from ui.adapter_table import TABLE_SCRIPT, figures_html, table_html
+from ui.adapter_table import TABLE_SCRIPT, figures_html, table_html, versions_html
 from ui.page import DIRECT, Page
+from ui.receipt import short_digest
 from ui.upload_report import REPORT_SCRIPT, Parcel, make_parcels, report_html
 
 REFRESH_S = 3
@@ -37,6 +38,9 @@ class AdaptersTab:
         self.figures = gr.HTML("", elem_id="adapters-figures", padding=False, apply_default_css=False)
         self.table = gr.HTML(
             "", elem_id="adapters-table", padding=False, apply_default_css=False, js_on_load=TABLE_SCRIPT
+        )
+        self.versions = gr.HTML(
+            "", elem_id="adapters-versions", padding=False, apply_default_css=False, js_on_load=TABLE_SCRIPT
         )
         with gr.Row(elem_id="adapter-row", equal_height=False):
             with gr.Column(scale=4, min_width=300):
@@ -69,11 +73,11 @@ class AdaptersTab:
     def _connect(self) -> None:
         self.timer.tick(self.refresh, None, self._shown, **DIRECT)
         # The names of these events are the ones that the scripts trigger.
-        table: Any = self.table
         report: Any = self.report
-        table.action(
-            self.act, self.parcels, [self.report, *self._shown], show_progress="hidden", api_visibility="private"
-        )
+        changed = [self.report, self.versions, *self._shown]
+        for buttons in (self.table, self.versions):
+            source: Any = buttons
+            source.action(self.act, self.parcels, changed, show_progress="hidden", api_visibility="private")
         checked = [self.parcels, self.report, self.drop]
         self.drop.upload(
             self.check, [self.drop, self.parcels], checked, show_progress="hidden", api_visibility="private",
@@ -92,30 +96,58 @@ class AdaptersTab:
         return {
             self.notice: gr.update(value=notice, visible=reason is not None),
             self.figures: figures_html(self._text, adapters, num_slots=num_slots),
-            self.table: table_html(self._text, adapters, is_locked=reason is not None),
+            self.table: table_html(
+                self._text,
+                adapters,
+                is_locked=reason is not None,
+                modalities=sorted(self._page.service.engine.modalities),
+            ),
             self.drop: gr.update(interactive=reason is None),
         }
 
     async def act(self, parcels: list[Parcel], event: gr.EventData, request: gr.Request) -> Update:
-        """A button of the table pressed."""
-        action, name = str(event.act), str(event.name)
-        service = self._page.service
+        """A button of the table, or of the list of versions, pressed."""
+        action, name, value = str(event.act), str(event.name), str(event.value)
+        if action in ("versions", "close"):
+            return {self.versions: await self._versions(name, request)}
         try:
             self._require_leave(request)
-            if action in ("pin", "unpin"):
-                await service.pin_adapter(name, action == "pin")
-            elif action == "unload":
-                await service.unload_adapter(name)
-            elif action == "delete":
-                await service.delete_adapter(name)
-            else:
-                raise gr.Error(self._text("adapters.unknown_action"), print_exception=False)
+            await self._change(action, name, value)
         except AppError as error:
             raise gr.Error(escape(error.message), print_exception=False) from None
-        gr.Success(escape(self._text(f"adapters.done.{action}", name=name)))
-        shown = await self.refresh(request)
+        words = {"name": name, "modality": value, "version": short_digest(value)}
+        gr.Success(escape(self._text(f"adapters.done.{action}", **words)))
+        shown = await self.refresh(request) | {self.versions: ""}
+        if action == "rollback":
+            shown[self.versions] = await self._versions(name, request)
         # Only where a name has become free does the report change.
         return shown | {self.report: self._report(parcels)} if action in ("unload", "delete") else shown
+
+    async def _change(self, action: str, name: str, value: str) -> None:
+        """Do what a button says; raises `AppError`."""
+        service = self._page.service
+        if action in ("pin", "unpin"):
+            await service.pin_adapter(name, action == "pin")
+        elif action in ("default", "no_default"):
+            answered = set((await service.get_adapter(name)).default_for)
+            wanted = answered | {value} if action == "default" else answered - {value}
+            await service.set_default_for(name, sorted(wanted))
+        elif action == "rollback":
+            await service.roll_back_adapter(name, value)
+        elif action == "unload":
+            await service.unload_adapter(name)
+        elif action == "delete":
+            await service.delete_adapter(name)
+        else:
+            raise gr.Error(self._text("adapters.unknown_action"), print_exception=False)
+
+    async def _versions(self, name: str, request: gr.Request) -> str:
+        """The list of a name's versions; empty where the name is, or is gone."""
+        try:
+            versions = await self._page.service.adapter_versions(name) if name else []
+        except AppError as error:
+            raise gr.Error(escape(error.message), print_exception=False) from None
+        return versions_html(self._text, name, versions, is_locked=self._page.lock_reason(request) is not None)
 
     async def check(self, paths: list[str] | None, parcels: list[Parcel], request: gr.Request) -> AsyncIterator[Update]:
         """Files dropped: a dry run for each parcel, drawn as each is done. The drop box is free again at once."""

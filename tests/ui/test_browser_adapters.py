@@ -189,6 +189,35 @@ def test_pin_and_unpin(tab: AdaptersPage, live: Live) -> None:
     assert not live.engine.adapters.get("pirate").pinned
 
 
+def test_defaults_change_and_versions_go_back(tab: AdaptersPage, live: Live) -> None:
+    adapters = live.engine.adapters
+    adapters.load("mine", SQL)
+    first = str(adapters.get("mine").generation)
+    adapters.load("mine", EMBEDDED_ASSETS / "adapters" / "pirate", load_inplace=True)
+    second = str(adapters.get("mine").generation)
+    try:
+        tab.row("mine").get_by_role("button", name="Let mine answer audio by itself").click()
+        expect(tab.row("mine")).to_contain_text("default for audio")
+        expect(tab.row("mine").get_by_role("button", name="Unpin mine")).to_have_count(0)
+        expect(tab.row("speech")).not_to_contain_text("default for audio")
+        assert live.engine.default_mm_loras == {"audio": "mine"}
+        tab.row("mine").get_by_role("button", name="Let mine no longer answer audio by itself").click()
+        expect(tab.row("mine")).not_to_contain_text("default for audio")
+
+        tab.row("mine").get_by_role("button", name="Versions of mine").click()
+        versions = tab.page.locator("#adapters-versions tr")
+        expect(versions).to_have_count(2)
+        expect(versions.first).to_contain_text("current")
+        versions.last.get_by_role("button", name="Roll mine back to").click()
+        expect(tab.toasts.last).to_contain_text("mine is rolled back to")
+        expect(tab.page.locator(f"#adapters-versions tr[data-version='{first}']")).to_contain_text("current")
+        assert adapters.get("mine").generation == first != second
+        tab.page.locator("#adapters-versions").get_by_role("button", name="Close").click()
+        expect(versions).to_have_count(0)
+    finally:
+        live.engine.set_default("audio", "speech")
+
+
 def assert_locked(page: Page, reason: str, live: Live) -> None:
     """The page says why, and a button that was enabled by hand gets no further than the server."""
     tab = AdaptersPage(page).open()
