@@ -22,9 +22,18 @@ class History:
     def versions(self, name: str) -> list[VersionInfo]:
         """What a name points to and pointed to, newest first. Raises `AdapterNotFound`."""
         current = self._registry.get(name)
-        stored = {row.digest: row for row in self._rows(name)}
+        # The current one first: it is the one to show where an older catalogue lists its content twice.
+        stored: dict[str, CatalogRow] = {}
+        for row in sorted(self._rows(name), key=lambda row: row.folder != current.version):
+            stored.setdefault(row.digest, row)
         found = [
-            VersionInfo(row.digest, row.created, row.digest == current.digest, is_stored=True, source=row.source)
+            VersionInfo(
+                row.digest,
+                row.created,
+                is_current=row.folder == current.version or row.digest == current.digest,
+                is_stored=True,
+                source=row.source,
+            )
             for row in stored.values()
         ]
         for entry in [current, *self._registry.earlier(name)]:

@@ -222,12 +222,14 @@ class Service:
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away; answers under way end on it. Raises `AdapterNotFound`."""
         self.require_updates()
-        await self._change(name, self.adapters.unload, name)
+        async with self._turns.hold(name):
+            await self._manage(self.adapters.unload, name)
 
     async def delete_adapter(self, name: str) -> None:
         """Unload an adapter and delete the files of an upload; raises `AdapterNotFound`."""
         self.require_updates()
-        await self._change(name, self.adapters.delete, name)
+        async with self._turns.hold(name):
+            await self._manage(self.adapters.delete, name)
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
         """Keep an adapter in CPU memory, or stop doing so; raises `AdapterNotFound`."""

@@ -548,6 +548,25 @@ def test_a_stored_adapter_that_broke_is_listed_as_failed_with_its_reason(
     assert not later.contains("bad")
 
 
+def test_a_stored_adapter_that_broke_can_go_back_to_a_version_that_did_not(
+    make: Make, reference: Path, others: Callable[[float], Path], tmp_path: Path
+) -> None:
+    manager = make()
+    good = str(manager.install_upload("sql", upload_of(reference)).generation)
+    bad = str(manager.install_upload("sql", upload_of(others(3)), load_inplace=True).generation)
+    manager.close()
+    newest = max((tmp_path / "own" / "adapters").iterdir(), key=lambda path: path.stat().st_ctime_ns)
+    (newest / "adapter_model.safetensors").unlink()
+    later = make()
+    later.restore()
+    versions = [(version.generation, version.is_current) for version in later.versions("sql")]
+    assert later.get("sql").state == "failed" and versions == [(bad, True), (good, False)]
+    assert later.rollback("sql", good).state == "cpu"
+    with pytest.raises(AdapterRefused):
+        later.rollback("sql", bad)
+    assert later.get("sql").generation == good
+
+
 def test_names_of_the_command_line_win_over_stored_ones(
     make: Make, reference: Path, others: Callable[[float], Path], caplog: pytest.LogCaptureFixture
 ) -> None:

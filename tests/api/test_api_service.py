@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +83,22 @@ def test_who_may_change_adapters_follows_the_one_policy(tiny_engine: Engine) -> 
     assert Service(tiny_engine, ServerSettings().resolve()).is_admin(None)
     guarded = Service(tiny_engine, ServerSettings(api_key="key", admin_key="root").resolve())
     assert [guarded.is_admin(each) for each in (None, "Bearer key", "Bearer root")] == [False, False, True]
+
+
+@pytest.mark.asyncio
+async def test_slow_loads_hold_up_neither_lists_nor_unloads(
+    service: Service, tiny_engine: Engine, speech_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.load_adapter("mine", str(speech_adapters["style"]))
+    may_go_on = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_engine.adapters, "load", lambda *_args, **_kwargs: may_go_on.wait(20))
+        loads = [asyncio.create_task(service.load_adapter(f"slow-{number % 20}", "/x")) for number in range(40)]
+        try:
+            await asyncio.sleep(0)
+            await asyncio.wait_for(service.unload_adapter("mine"), 10)
+            assert "mine" not in {info.name for info in await asyncio.wait_for(service.list_adapters(), 10)}
+            assert not any(load.done() for load in loads)
+        finally:
+            may_go_on.set()
+        await asyncio.gather(*loads)
