@@ -80,10 +80,11 @@ def versions_html(text: Texts, name: str, versions: Sequence[VersionInfo], *, is
         return ""
     rows = "".join(_version(text, name, version, is_locked) for version in versions)
     title, close = escape(text("adapters.versions_title", name=name)), escape(text("adapters.versions_close"))
-    return (
-        f"<div class='table-card'><table><caption>{title}</caption><tbody>{rows}</tbody></table>"
-        f"<p><button type='button' data-act='close' data-name=''>{close}</button></p></div>"
+    head = (
+        f"<tr><th scope='col' colspan='3'>{title}</th><th scope='col' class='actions'>"
+        f"<button type='button' data-act='close' data-name=''>{close}</button></th></tr>"
     )
+    return f"<div class='table-card'><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>"
 
 
 def _version(text: Texts, name: str, version: VersionInfo, is_locked: bool) -> str:

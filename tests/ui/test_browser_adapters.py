@@ -205,7 +205,7 @@ def test_defaults_change_and_versions_go_back(tab: AdaptersPage, live: Live) -> 
         expect(tab.row("mine")).not_to_contain_text("default for audio")
 
         tab.row("mine").get_by_role("button", name="Versions of mine").click()
-        versions = tab.page.locator("#adapters-versions tr")
+        versions = tab.page.locator("#adapters-versions tbody tr")
         expect(versions).to_have_count(2)
         expect(versions.first).to_contain_text("current")
         versions.last.get_by_role("button", name="Roll mine back to").click()
