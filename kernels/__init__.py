@@ -28,6 +28,7 @@ try:
     from kernels import lora as _lora
     from kernels import lora_embedding as _lora_embedding
     from kernels import paged_attention as _paged_attention
+    from kernels import scale_shift as _scale_shift
     from kernels import scatter as _scatter
 except ImportError:  # no Triton for this platform
     HAS_TRITON = False
@@ -49,6 +50,7 @@ __all__ = [
     "lora_embedding_add_",
     "lora_product",
     "paged_attention",
+    "scale_shift_",
     "scatter_rows_",
     "write_kv_",
 ]
@@ -82,6 +84,29 @@ def lora_add_group_(
     """
     add = _lora.lora_add_group_ if HAS_TRITON and metadata.has_tiles else reference.lora_add_group_
     add(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata)
+
+
+def scale_shift_(
+    output: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    is_used: torch.Tensor,
+    host_is_used: Sequence[bool],
+    metadata: LoraMetadata,
+) -> None:
+    """`output[s:e] = output[s:e] * scale[n] + shift[n]` for each segment `(n, s, e)` with `is_used[n]`, in float32.
+
+    What DoRA's magnitudes and trained biases do to the base product, before the LoRA product is added.
+
+    Args:
+        output: [T, O], changed in place; tokens in no such segment are left exactly as they are.
+        scale, shift: [N, O] float32.
+        is_used: [N] int32 on the device of `output`: what the GPU reads.
+        host_is_used: the same on the host: what the CPU reads.
+        metadata: the step's segments, with `num_tokens` T.
+    """
+    apply = _scale_shift.scale_shift_ if HAS_TRITON and metadata.has_tiles else reference.scale_shift_
+    apply(output, scale, shift, is_used, host_is_used, metadata)
 
 
 def lora_product(

@@ -51,6 +51,29 @@ def lora_add_group_(
             slice_start = slice_end
 
 
+def scale_shift_(
+    output: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    is_used: torch.Tensor,
+    host_is_used: Sequence[bool],
+    metadata: LoraMetadata,
+) -> None:
+    """`output[s:e] = output[s:e] * scale[n] + shift[n]` for each segment `(n, s, e)` with `is_used[n]`, in float32.
+
+    Args:
+        output: [T, O], changed in place; tokens in no such segment are left exactly as they are.
+        scale, shift: [N, O] float32.
+        is_used: [N] int32 on the device of `output`: what the GPU reads.
+        host_is_used: the same on the host: what this function reads.
+        metadata: the step's segments, with `num_tokens` T.
+    """
+    for lora_slot, token_start, token_end in metadata.segments:
+        if host_is_used[lora_slot]:
+            rows = output[token_start:token_end]
+            rows.copy_(rows.float() * scale[lora_slot] + shift[lora_slot])
+
+
 def lora_embedding_add_(
     output: torch.Tensor,
     token_ids: torch.Tensor,
