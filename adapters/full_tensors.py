@@ -23,11 +23,12 @@ from adapters.places import TensorPlace
 from adapters.planned import PlannedBias, PlannedCopy, PlannedRows
 from adapters.spec import AdapterSpec
 from adapters.surface import EmbeddingSite, ModelSurface
+from adapters.token_rows import RowSource, merge_rows
 
 FULL_REMEDY = "merge the adapter into the model and serve that as the base, or train without it"
 BIAS_REMEDY = "train with bias='none' and lora_bias=False"
 TOKENS_REMEDY = "train without added or trained tokens, or merge the adapter into the model"
-_COPY_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+(?=\.))?|base_layer|original_module)(?=\.)")
+_COPY_LEVELS = re.compile(r"\.(?:token_adapter|modules_to_save(?:\.[^.]+(?=\.))?|base_layer|original_module)(?=\.)")
 _CHUNK_BYTES = 64 << 20
 
 
@@ -64,6 +65,7 @@ class _ExtrasPlanner:
         self._tables = NameResolver({*surface.embeddings, *heads, *linear_heads}, surface.rename_key)
         self._layers = NameResolver(surface.linears, surface.rename_key)
         self._refused: dict[str, list[str]] = {}
+        self._sources: dict[str, list[RowSource]] = {}
 
     def plan(
         self, keys: Sequence[TensorKey], tensors: Mapping[str, TensorPlace], added: Mapping[str, TensorPlace]
@@ -77,6 +79,7 @@ class _ExtrasPlanner:
             self._add_new_embeddings(added)
         except Misfit as misfit:
             self._extras.reasons.append(str(misfit))
+        self._extras.rows = {table: merge_rows(table, sources) for table, sources in self._sources.items()}
         self._share_with_tied_heads()
         self._check_config(keys)
         self._extras.reasons += [sentence.format(names=listed(names)) for sentence, names in self._refused.items()]
@@ -107,8 +110,9 @@ class _ExtrasPlanner:
                 )
             self._extras.biases[layer] = PlannedBias(layer, key.module, place, 1.0, replaces=True)
             return
-        sentence = f"trained bias vectors are not served ({{names}}); {BIAS_REMEDY}"
-        self._add_copy(key, place, f"{key.module}.bias", sentence, BIAS_REMEDY)
+        remedy = self._bias_remedy()
+        sentence = f"trained bias vectors are not served ({{names}}); {remedy}"
+        self._add_copy(key, place, f"{key.module}.bias", sentence, remedy)
 
     def _add_full(self, key: TensorKey, place: TensorPlace, written: str) -> None:
         sentence = (
@@ -200,10 +204,10 @@ class _ExtrasPlanner:
                 f"the adapter adds {num_added} tokens to the {num_tokens} of the model ({file_name}), but this server has "
                 f"room for {self._surface.extra_vocab_size}; start it with --lora-extra-vocab-size {num_added}"
             )
-        elif table in self._extras.rows:
-            raise Misfit(f"two tensors hold rows of {table}: {self._extras.rows[table].file_name} and {file_name}")
+        elif len(set(ids)) < len(ids) or min(ids) < 0:
+            raise Misfit(f"{file_name}: its token ids repeat or are negative; list each token once")
         else:
-            self._extras.rows[table] = PlannedRows(table, file_name, ids, place)
+            self._sources.setdefault(table, []).append(RowSource(file_name, place.name, ids, place))
 
     def _site_of(self, table: str) -> EmbeddingSite | None:
         """The embedding whose tokens a table's rows are about: itself, or a head's own."""
@@ -250,7 +254,7 @@ class _ExtrasPlanner:
         has_lora_bias = any(key.kind == "lora_bias" for key in keys)
         if has_lora_bias and not self._surface.serves_bias:
             self._refuse(
-                f"trained bias vectors are not served ({{names}}); {BIAS_REMEDY}",
+                f"trained bias vectors are not served ({{names}}); {self._bias_remedy()}",
                 next(key.raw for key in keys if key.kind == "lora_bias"),
             )
         elif has_lora_bias != self._spec.lora_bias:
@@ -264,6 +268,10 @@ class _ExtrasPlanner:
         """Layers with LoRA, by name."""
         found = {self._layers.resolve(module).name for module in {key.module for key in keys if key.kind == "A"}}
         return sorted(name for name in found if name is not None)
+
+    def _bias_remedy(self) -> str:
+        flag = self._surface.scale_shift_flag
+        return f"start the server with {flag}, or {BIAS_REMEDY}" if flag else BIAS_REMEDY
 
     def _refuse(self, sentence: str, name: str) -> None:
         self._refused.setdefault(sentence, []).append(name)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 
+from adapters.extras import AdapterExtras
 from adapters.report import AdapterReport
 from adapters.spec import AdapterSpec
 from adapters.weights import LoraPair
@@ -26,6 +27,7 @@ class Generation:
         spec: the parsed config.
         pairs: LoRA by the model's `named_modules()` name.
         report: what the load found out.
+        extras: what it holds beside pairs.
         created: when it was read, in seconds since the epoch.
     """
 
@@ -33,6 +35,7 @@ class Generation:
     spec: AdapterSpec
     pairs: Mapping[str, LoraPair]
     report: AdapterReport
+    extras: AdapterExtras = field(default_factory=AdapterExtras)
     created: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -40,8 +43,8 @@ class Generation:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all A and B."""
-        return self.report.num_bytes
+        """Bytes of all tensors, and of the files of its own tokenizer."""
+        return self.report.num_bytes + sum(map(len, self.extras.tokenizer_files.values()))
 
     @property
     def rank(self) -> int:

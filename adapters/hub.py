@@ -9,10 +9,11 @@ import re
 from pathlib import Path
 
 from adapters.errors import AdapterFilesNotFound
+from adapters.tokenizer_files import TOKENIZER_NAMES
 
 # owner/name, perhaps with a folder inside the repository: owner/name/sub/folder
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<folder>[\w.-]+(?:/[\w.-]+)*))?")
-_WANTED = ("adapter_config.json", "*.safetensors", "*.safetensors.index.json")
+_WANTED = ("adapter_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_NAMES)
 
 
 def locate_adapter(source: str | Path) -> Path:

@@ -70,7 +70,7 @@ def _inspect(folder: Path, surface: ModelSurface | None, base: str | None) -> In
     name = f"{kind} {version}" if kind == "PEFT" and isinstance(version, str) else kind
     try:
         plan = check_adapter(folder, target)
-        _, _, report = read_adapter(folder, target)
+        report = read_adapter(folder, target).report
     except AdapterRefused as error:
         return Inspection(name, base, None, error.reasons)
     if surface is None:
@@ -92,8 +92,11 @@ def surface_of_files(files: AdapterFolder, spec: AdapterSpec | None) -> ModelSur
         else:
             linears[module] = LinearSite(module, a.shape[1], b.shape[0])
     embeddings |= _tables_of_rows(keys, files, spec)
-    tensors = {
-        f"{key.module}.{'bias' if key.kind == 'bias' else 'weight'}": files.tensors[key.raw]
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": (site.out_features, site.in_features) for name, site in linears.items()
+    }
+    shapes |= {
+        f"{key.module}.{'bias' if key.kind == 'bias' else 'weight'}": files.tensors[key.raw].shape
         for key in keys
         if key.kind in ("bias", "full")
     }
@@ -107,8 +110,8 @@ def surface_of_files(files: AdapterFolder, spec: AdapterSpec | None) -> ModelSur
         serves_embeddings=True,
         extra_vocab_size=_ANY_RANK,
         embeddings=embeddings,
-        base_tensor=lambda name: torch.empty(tensors[name].shape, device="meta") if name in tensors else None,
-        base_tensor_names=list(tensors),
+        base_tensor=lambda name: torch.empty(shapes[name], device="meta") if name in shapes else None,
+        base_tensor_names=list(shapes),
     )
 
 

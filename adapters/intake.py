@@ -38,10 +38,11 @@ def read_generation(
     the content is still that, the generation keeps it: names, rows and caches go on knowing the content by it.
     """
     with _without_os_errors():
-        spec, pairs, report = read_adapter(folder, surface, allowed_roots=allowed_roots)
+        content = read_adapter(folder, surface, allowed_roots=allowed_roots)
+        report = content.report
         if known_digest not in (None, report.digest) and has_first_format_digest(folder, surface, known_digest):
             report = replace(report, digest=known_digest)
-    return Generation(report.digest, spec, pairs, report)
+    return Generation(report.digest, content.spec, content.pairs, report, content.extras)
 
 
 def judge_upload(files: UploadFiles, folder: Path, surface: ModelSurface, *, max_bytes: int) -> UploadReport:

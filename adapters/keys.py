@@ -25,7 +25,7 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 ROLES = frozenset({"model", "language_model"})
 
 _PEFT_PREFIX = "base_model.model."
-_FULL_LEVEL = r"(?:\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module))?"
+_FULL_LEVEL = r"(?:\.token_adapter)?(?:\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module))?"
 # First match decides. `half` says which half of a pair, `adapter` is the name that PEFT gave in memory.
 _KEYS: tuple[tuple[str, Kind], ...] = (
     (r"(?P<module>.+)\.lora_(?P<half>A)(?:\.(?P<adapter>[^.]+))??(?:\.weight)?", "A"),

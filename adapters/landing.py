@@ -96,7 +96,7 @@ def land(halves: Mapping[str, Halves], surface: ModelSurface, reasons: list[str]
         spots = [(name, None)] if name is not None else list(_fused_spots(module, resolver, surface))
         if not spots:
             losses.add_unmatched(module, resolver.resolve(module).candidates)
-        elif any(spot not in surface.embeddings and not surface.is_targeted(spot) for spot, _ in spots):
+        elif any(not surface.is_targeted(spot) for spot, _ in spots):
             losses.filtered.append(module)
         else:
             landed.num_found += 1

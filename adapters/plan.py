@@ -21,6 +21,7 @@ from adapters.planned import AdapterPlan, PlannedBias, PlannedEmbedding, Planned
 from adapters.spec import AdapterSpec, OtherKind, declared_alphas, parse_spec
 from adapters.surface import ModelSurface
 from adapters.targets import target_warnings
+from adapters.token_rows import refused_combinations
 
 # Endings of a quantised copy's name; LoRA trained on the copy is meant for the model itself too.
 _QUANTISED_ENDINGS = ("-unsloth-bnb-4bit", "-bnb-4bit", "-4bit", "-8bit", "-bf16", "-mlx")
@@ -49,6 +50,7 @@ def plan_adapter(files: AdapterFolder, surface: ModelSurface) -> AdapterPlan:
     reasons += first_few(faults) + _rank_reasons([*pairs.values(), *embeddings.values()], surface)
     extras = plan_extras(keys, files.tensors, files.added_rows, spec, surface)
     reasons += extras.reasons
+    reasons += first_few(refused_combinations(pairs, biases | extras.biases, embeddings, extras.rows, surface))
     if not (pairs or biases or embeddings or extras.biases or extras.rows or halves or reasons):
         reasons.append("the files hold no LoRA tensors")
     if reasons:
@@ -113,7 +115,8 @@ def _dora_reasons(halves: Mapping[str, Halves], spec: AdapterSpec | None, surfac
     """DoRA is served whole or refused; leaving a magnitude out would serve another adapter."""
     with_magnitude = [module for module, one in halves.items() if one.magnitude is not None]
     is_declared = spec is not None and spec.use_dora
-    remedy = "train with use_dora=False, or merge the adapter into the model"
+    restart = f"start the server with {surface.scale_shift_flag}, " if surface.scale_shift_flag else ""
+    remedy = restart + "train with use_dora=False, or merge the adapter into the model"
     if with_magnitude and spec is not None and not spec.use_dora:
         return [
             f"DoRA adapters are not supported: the files hold magnitude vectors, though use_dora is false; {remedy}"

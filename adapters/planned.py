@@ -92,7 +92,7 @@ class PlannedRows:
     name: str
     file_name: str
     token_ids: tuple[int, ...]
-    rows: TensorPlace
+    rows: Place
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,11 @@ def no_tensor(name: str) -> torch.Tensor | None:
     return None
 
 
+def any_tokenizer(files: Mapping[str, bytes], num_added: int) -> str | None:
+    """A model that takes every tokenizer."""
+    return None
+
+
 @dataclass(frozen=True)
 class LinearSite:
     """A linear layer that can carry LoRA. `name` is its name in `model.named_modules()`; weight [out, in]."""
@@ -69,12 +74,15 @@ class ModelSurface:
             `gate_up_proj` mean their parts too.
         serves_dora: pairs may carry a DoRA magnitude vector.
         serves_bias: layers may carry a trained bias.
+        scale_shift_flag: the flag that lets a server like this one serve DoRA and trained biases; empty where none would.
         serves_embeddings: tables of `embeddings` may carry LoRA and replaced rows, and so may their heads.
         extra_vocab_size: how many tokens an adapter may add past the base's table.
         embeddings: module name -> embedding table.
         base_tensor: the base's own parameter or buffer by its name, any device and dtype, or None where there is none of
             that name. Lets an adapter be served whose files hold a copy of base weights.
         base_tensor_names: the names that `base_tensor` knows.
+        why_tokenizer_unfit: from a tokenizer's files and the number of added tokens, why it cannot be used with this
+            model (the end of a sentence), or None.
     """
 
     model_name: str
@@ -86,11 +94,13 @@ class ModelSurface:
     target_suffixes: tuple[str, ...] = ()
     serves_dora: bool = False
     serves_bias: bool = False
+    scale_shift_flag: str = ""
     serves_embeddings: bool = False
     extra_vocab_size: int = 0
     embeddings: Mapping[str, EmbeddingSite] = field(default_factory=dict)
     base_tensor: Callable[[str], torch.Tensor | None] = no_tensor
     base_tensor_names: Collection[str] = ()
+    why_tokenizer_unfit: Callable[[Mapping[str, bytes], int], str | None] = any_tokenizer
 
     def is_targeted(self, module_name: str) -> bool:
         """Whether the deploy-time filter lets LoRA through on this module."""
@@ -101,6 +111,11 @@ class ModelSurface:
             if packed in suffixes:
                 suffixes.update(members)
         return any(module_name == suffix or module_name.endswith("." + suffix) for suffix in suffixes)
+
+    def part_of(self, module_name: str) -> Part:
+        """The part of the model that a module belongs to; embeddings are the decoder's."""
+        site = self.linears.get(module_name)
+        return "decoder" if site is None else site.part
 
     def why_unsupported(self, module_name: str) -> str | None:
         """The reason why LoRA on this module, or on a module that holds it, is not served; None if there is none."""

@@ -21,6 +21,7 @@ from typing import IO, Any, BinaryIO
 
 from adapters.errors import UploadRefused, UploadTooLarge
 from adapters.folder import CONFIG_NAME, PICKLE_NAMES, PICKLE_REMEDY
+from adapters.tokenizer_files import TOKENIZER_NAMES
 
 UploadFiles = Mapping[str, "Path | bytes | BinaryIO"]
 
@@ -31,7 +32,10 @@ MAX_RATIO = 100
 RATIO_FREE_BYTES = 1 << 20
 CHUNK_LEN = 1 << 20
 
-_ALLOWED = re.compile(r"adapter_config\.json|[A-Za-z0-9._ -]+\.safetensors|[A-Za-z0-9._ -]+\.safetensors\.index\.json")
+_ALLOWED = re.compile(
+    r"adapter_config\.json|[A-Za-z0-9._ -]+\.safetensors|[A-Za-z0-9._ -]+\.safetensors\.index\.json|"
+    + "|".join(map(re.escape, TOKENIZER_NAMES))
+)
 _DRIVE = re.compile(r"[A-Za-z]:")
 _NESTED = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar")
 _ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")

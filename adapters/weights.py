@@ -8,24 +8,28 @@ R rank, in/out features of a layer.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from adapters.digest import content_hash, first_format_hash
 from adapters.errors import AdapterRefused
+from adapters.extras import AdapterExtras, read_extras, with_shared_heads
 from adapters.folder import AdapterFolder
 from adapters.full_tensors import check_copies
 from adapters.landing import short_model_name
 from adapters.plan import base_match, plan_adapter
-from adapters.planned import AdapterPlan, PlannedPair
+from adapters.planned import AdapterPlan, PlannedEmbedding, PlannedPair
 from adapters.report import AdapterReport, file_dtypes, module_groups
 from adapters.slab import Half, read_slab
 from adapters.spec import AdapterSpec
 from adapters.surface import ModelSurface
+from adapters.tokenizer_files import read_tokenizer_files
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class LoraPair:
 
     Attributes:
         a: [R, in].
-        b: [out, R], the scale folded in (multiplied in fp32, then cast).
+        b: [out, R], the scale folded in (multiplied in fp32, then cast), and DoRA's gain where there is one.
         rank: R, as the tensors have it.
         scale: the factor that was folded into `b`; nothing downstream needs it.
     """
@@ -47,25 +51,35 @@ class LoraPair:
     scale: float
 
 
-def read_adapter(
-    folder: Path, surface: ModelSurface, *, allowed_roots: Sequence[Path] | None = None
-) -> tuple[AdapterSpec, dict[str, LoraPair], AdapterReport]:
+class AdapterContent(NamedTuple):
+    """What was read from an adapter's folder; `pairs` and what `extras` holds go by `named_modules()` names."""
+
+    spec: AdapterSpec
+    pairs: dict[str, LoraPair]
+    report: AdapterReport
+    extras: AdapterExtras
+
+
+def read_adapter(folder: Path, surface: ModelSurface, *, allowed_roots: Sequence[Path] | None = None) -> AdapterContent:
     """Read a PEFT folder for the running model.
 
-    Returns the config, the pairs by `named_modules()` name, and a report. Raises `AdapterFilesNotFound` where there is
-    no adapter and `AdapterRefused`, with all reasons that were found, where it cannot be served exactly.
+    Raises `AdapterFilesNotFound` where there is no adapter and `AdapterRefused`, with all reasons that were found, where
+    it cannot be served exactly.
     """
     with AdapterFolder(folder, allowed_roots=allowed_roots) as files:
-        plan = plan_adapter(files, surface)
+        plan = with_shared_heads(plan_adapter(files, surface), surface)
         check_copies(plan.copies, surface)
         halves = {name: (Half(planned.a, 1.0), Half(planned.b, planned.scale)) for name, planned in plan.pairs.items()}
-        hashes = read_slab([half for pair in halves.values() for half in pair], surface.lora_dtype)
+        hashes = read_slab([half for pair in halves.values() for half in pair], surface.lora_dtype) if halves else []
+        pairs = {name: _checked_pair(plan.pairs[name], a, b, surface.lora_dtype) for name, (a, b) in halves.items()}
+        is_zero_effect = not any(pair.a.any() and pair.b.any() for pair in pairs.values())
+        digest = content_hash(plan, hashes)
+        read_tokenizer = functools.partial(read_tokenizer_files, folder, allowed_roots=allowed_roots)
+        extras = read_extras(plan, {name: pair.b for name, pair in pairs.items()}, surface, digest, read_tokenizer)
         files.check_unchanged()
-    digest = content_hash(plan, hashes)
-    pairs = {name: _checked_pair(plan.pairs[name], a, b, surface.lora_dtype) for name, (a, b) in halves.items()}
-    is_zero_effect = not any(pair.a.any() and pair.b.any() for pair in pairs.values())
+    is_zero_effect = is_zero_effect and extras.is_zero
     report = _report(plan, surface, "sha256:" + digest.hexdigest(), is_zero_effect=is_zero_effect)
-    return plan.spec, pairs, report
+    return AdapterContent(plan.spec, pairs, report, extras)
 
 
 def has_first_format_digest(folder: Path, surface: ModelSurface, digest: str) -> bool:
@@ -91,7 +105,8 @@ def _checked_pair(planned: PlannedPair, a: Half, b: Half, dtype: torch.dtype) ->
 
 
 def _report(plan: AdapterPlan, surface: ModelSurface, digest: str, *, is_zero_effect: bool) -> AdapterReport:
-    pairs = plan.pairs.values()
+    pairs: list[PlannedPair | PlannedEmbedding] = [*plan.pairs.values(), *plan.embeddings.values()]
+    names = [*plan.pairs, *plan.biases, *plan.embeddings, *plan.rows]
     ranks = Counter(pair.rank for pair in pairs)
     scales = Counter(pair.scale for pair in pairs)
     warnings = list(plan.warnings)
@@ -100,16 +115,16 @@ def _report(plan: AdapterPlan, surface: ModelSurface, digest: str, *, is_zero_ef
             "the adapter changes nothing: A or B is zero in every module, so answers equal the base model's"
         )
     return AdapterReport(
-        matched=len(plan.pairs),
-        total=len(plan.pairs),
+        matched=len(pairs),
+        total=len(pairs),
         rank=max(ranks, default=0),
         ranks=dict(sorted(ranks.items())),
         alpha=plan.spec.alpha,
         scale=scales.most_common(1)[0][0] if scales else 0.0,
         scales=dict(sorted(scales.items())),
-        target_modules=sorted({name.rpartition(".")[2] for name in plan.pairs}),
-        parts=sorted({pair.site.part for pair in pairs}),
-        num_modules=len(plan.pairs),
+        target_modules=sorted({name.rpartition(".")[2] for name in names}),
+        parts=sorted({surface.part_of(name) for name in names}),
+        num_modules=len({*names}),
         num_bytes=plan.num_bytes(surface.lora_dtype),
         dtype=_dtype_name(surface.lora_dtype),
         digest=digest,

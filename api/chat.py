@@ -57,7 +57,7 @@ async def create_chat_completion(request: Request) -> Response:
     )
     with client_words(body.words):
         answers = await until_disconnect(request, starting)
-    view = _View(body, request_id, service.token_texts if body.logprobs else None)
+    view = _View(body, request_id, service.token_texts(answers[0]) if body.logprobs else None)
     headers = answer_headers(request_id, answers[0].receipt)
     if body.stream:
         return EventStream(view.chunks(answers), answers, headers)

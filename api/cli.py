@@ -123,9 +123,6 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(parser, ServerSettings)
     old = parser.add_argument_group("kept for old command lines")
     old.add_argument(
-        "--lora-extra-vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help="0 is the only value served"
-    )
-    old.add_argument(
         "--enable-tower-connector-lora",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
@@ -158,11 +155,6 @@ def _join_dotted_flags(words: list[str], parser: argparse.ArgumentParser) -> lis
 
 
 def _legacy_warnings(given: dict[str, Any]) -> list[str]:
-    extra = given.pop("lora_extra_vocab_size", 0)
-    if extra != 0:
-        raise ConfigFault(
-            f"--lora-extra-vocab-size {extra} is not served: adapters that add tokens are refused; leave the flag out."
-        )
     if not given.pop("enable_tower_connector_lora", True):
         raise ConfigFault(
             "--no-enable-tower-connector-lora is not served; leave it out, or name the decoder's modules with "
@@ -225,6 +217,7 @@ def _check_names(config: EngineConfig) -> None:
 
 
 _LOWEST = {
+    "lora_extra_vocab_size": 0,
     "max_model_len": 1,
     "kv_cache_memory_mb": 1,
     "max_audio_seconds": 1,

@@ -40,7 +40,7 @@ async def create_completion(request: Request) -> Response:
     request_id = new_id("cmpl")
     with client_words({"messages": "prompt"}):
         answers = await until_disconnect(request, _start_all(service, body, request_id))
-    view = _View(body, request_id, service)
+    view = _View(body, request_id, service, answers[0])
     headers = answer_headers(request_id, answers[0].receipt)
     if body.stream:
         return EventStream(view.chunks(answers), answers, headers)
@@ -86,11 +86,11 @@ async def _settle(tasks: Sequence[asyncio.Future[list[Answer]]]) -> list[list[An
 class _View:
     """One request's answers as JSON, in chunks or whole."""
 
-    def __init__(self, body: CompletionRequest, request_id: str, service: Service) -> None:
+    def __init__(self, body: CompletionRequest, request_id: str, service: Service, first: Answer) -> None:
         self._body = body
         self._prompts = body.prompts()
-        self._tokenizer = service.engine.tokenizer
-        self._tokens = service.token_texts if body.logprobs is not None else None
+        self._tokenizer = first.tokenizer
+        self._tokens = service.token_texts(first) if body.logprobs is not None else None
         self._head = {"id": request_id, "object": "text_completion", "created": now(), "model": body.model}
 
     async def chunks(self, answers: list[Answer]) -> AsyncGenerator[dict[str, Any], None]:

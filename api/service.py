@@ -148,7 +148,7 @@ class Service:
             raise InvalidRequest(
                 f"{param} holds {len(token_ids)} token ids; no model's context is that long.", param=param
             )
-        vocabulary = len(self.engine.tokenizer)
+        vocabulary = self.engine.num_token_ids
         outside = next((token for token in token_ids if not 0 <= token < vocabulary), None)
         if outside is not None:
             raise InvalidRequest(
@@ -160,18 +160,26 @@ class Service:
         if model is not None and model not in self.engine.model_names and not self.engine.adapters.contains(model):
             raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what does.", param="model")
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt, model: str | None) -> list[int]:
         """Token ids [P] of a prompt as the model would see it."""
-        return await asyncio.to_thread(self.engine.tokenize, prompt)
+        return await asyncio.to_thread(self.engine.tokenize, prompt, model)
+
+    async def tokenizer(self, model: str | None) -> Any:
+        """The tokenizer of a model's requests; an adapter may bring its own."""
+        return (await asyncio.to_thread(self.engine.text_of, model)).tokenizer
 
     def stats(self) -> EngineStats:
         """What the engine is doing."""
         return self.engine.stats()
 
     @cached_property
-    def token_texts(self) -> TokenTexts:
-        """Texts and bytes of single tokens, for log probabilities."""
+    def _token_texts(self) -> TokenTexts:
         return TokenTexts(self.engine.tokenizer)
+
+    def token_texts(self, answer: Answer) -> TokenTexts:
+        """Texts and bytes of single tokens of an answer, for log probabilities."""
+        is_own = answer.tokenizer is not None and answer.tokenizer is not self.engine.tokenizer
+        return TokenTexts(answer.tokenizer) if is_own else self._token_texts
 
     def is_admin(self, authorization: str | None) -> bool:
         """Whether a request with this `Authorization` header may change adapters, as far as its credential goes."""

@@ -25,7 +25,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
     service = service_of(request)
     service.check_model(body.model)
     token_ids = await _token_ids(service, body)
-    strings = service.engine.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+    tokenizer = await service.tokenizer(body.model)
+    strings = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
     return {
         "count": len(token_ids),
         "max_model_len": service.engine.max_model_len,
@@ -43,10 +44,10 @@ async def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
         is_continued = bool(body.continue_final_message)
         opens_answer = body.add_generation_prompt is not False and not is_continued
         kwargs = body.chat_template_kwargs or {}
-        return await service.tokenize(ChatPrompt(messages, opens_answer, is_continued, kwargs))
+        return await service.tokenize(ChatPrompt(messages, opens_answer, is_continued, kwargs), body.model)
     if body.add_special_tokens is False:
-        return list(service.engine.tokenizer.encode(body.prompt, add_special_tokens=False))
-    return await service.tokenize(TextPrompt(body.prompt))
+        return list((await service.tokenizer(body.model)).encode(body.prompt, add_special_tokens=False))
+    return await service.tokenize(TextPrompt(body.prompt), body.model)
 
 
 @router.post("/detokenize", openapi_extra=json_request(DetokenizeRequest))
@@ -56,4 +57,4 @@ async def detokenize(request: Request) -> dict[str, Any]:
     service = service_of(request)
     service.check_model(body.model)
     service.check_token_ids(body.tokens, "tokens")
-    return {"prompt": service.engine.tokenizer.decode(body.tokens)}
+    return {"prompt": (await service.tokenizer(body.model)).decode(body.tokens)}

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from typing import Any
 
 from engine.errors import AppError
 from engine.request import Delta, FinishReason, Receipt
@@ -24,7 +25,10 @@ class Answer:
         receipt: name, generation, reason and load time from the start; queue time and cached tokens after the first event.
         prompt_token_ids: [P], media placeholders included.
         num_output_tokens: tokens generated so far, the last one included.
+        tokenizer: what the answer's tokens belong to; an adapter may bring its own.
     """
+
+    tokenizer: Any = None
 
     def __init__(self, request_id: str, receipt: Receipt, prompt_token_ids: list[int], index: int = 0) -> None:
         self.request_id = request_id

@@ -104,6 +104,13 @@ class EngineConfig:
         None, "most CPU memory for adapters, in MiB; those in use or pinned stay beyond it", parse=int, metavar="MB",
         shown_default="no such bound",
     )  # fmt: skip
+    enable_dora: bool = setting(
+        False,
+        "room in CUDA graphs for DoRA magnitudes and trained biases; where none are recorded they need no flag",
+    )
+    lora_extra_vocab_size: int = setting(
+        0, "tokens that an adapter may add to the vocabulary, or replace the rows of", parse=int, metavar="N"
+    )
     lora_dtype: str = setting("auto", "auto (the model's), float32, bfloat16 or float16")
     lora_target_modules: list[str] = setting(
         [], "serve LoRA on these module suffixes only; adapters that touch others are refused", nargs="+",

@@ -21,6 +21,8 @@ from adapters.generation import GenerationHandle
 from adapters.hub import locate_adapter
 from adapters.manager import AdapterInfo, AdapterManager, ManagerStats
 from adapters.slots import SlotPool
+from engine.adapter_text import AdapterTexts, TextSide, base_text
+from engine.added_tokens import SlotMetadata
 from engine.answer import Answer
 from engine.attention import bind_attention
 from engine.audio import AudioFrontend
@@ -34,13 +36,13 @@ from engine.intake import Intake, Limits, RoutedPrompt, explain_missing
 from engine.loop import EngineLoop
 from engine.lora_layers import LoraBuffers
 from engine.model import load_model
-from engine.prompt import PromptBuilder
 from engine.request import AudioPart, ChatPrompt, Delta, Message, Prompt, SamplingParams, TextPart
 from engine.routing import RESERVED_NAMES
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.setup import (
+    check_extra_vocab,
     check_settings,
     fit_context,
     lora_dtype,
@@ -49,8 +51,9 @@ from engine.setup import (
     user_data_dir,
     with_embedded_defaults,
 )
+from engine.slot_writers import SlotWriters, make_extra_writers
 from engine.state import EngineRequest
-from engine.tokenizer import eos_token_ids, load_processor, load_tokenizer
+from engine.tokenizer import load_processor, load_tokenizer
 from engine.warmup import warm_up
 from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
 
@@ -123,12 +126,14 @@ class Engine:
             seed=config.seed,
             quantization=config.quantization,
         )
+        check_extra_vocab(config, self.base)
         self.model_names = tuple(config.served_model_name) or (self.base.name,)
         self.modalities = self.base.architecture.modalities
         self.tokenizer = load_tokenizer(config.model, config.gguf_file)
         processor = load_processor(config.model) if self.modalities else None
         audio = AudioFrontend(processor) if "audio" in self.modalities else None
         chat_template = self.tokenizer.chat_template or getattr(processor, "chat_template", None)
+        self._texts = AdapterTexts(base_text(self.base, self.tokenizer, chat_template, audio), chat_template, audio)
 
         cache = make_cache(config, self.base)
         self.max_model_len = fit_context(config, self.base, cache)
@@ -137,7 +142,9 @@ class Engine:
         self._encoder_cache = EncoderCache(config.encoder_cache_mb * 2**20)
         self.lora_bytes = 0
         self._slots: SlotPool | None = None
-        self.adapters = self._make_adapters(lora_metadata)
+        has_kernels = HAS_TRITON and self.base.kv_shape.head_dim <= MAX_HEAD_DIM
+        has_graphs = self.base.device.type == "cuda" and has_kernels and not config.enforce_eager
+        self.adapters = self._make_adapters(lora_metadata, has_graphs=has_graphs)
         self._scheduler = Scheduler(
             BlockPool(cache.num_blocks, enable_prefix_caching=config.enable_prefix_caching),
             self._slots,
@@ -148,8 +155,7 @@ class Engine:
         sampler = Sampler(config.seed, self.base.device)
         flight_tokens = FlightTokens(self._scheduler.max_num_seqs, self.base.device)
         graphs = None
-        has_kernels = HAS_TRITON and self.base.kv_shape.head_dim <= MAX_HEAD_DIM
-        if self.base.device.type == "cuda" and has_kernels and not config.enforce_eager:
+        if has_graphs:
             graphs = DecodeGraphs(
                 self.base, attention_step, lora_metadata, flight_tokens, max_num_seqs=self._scheduler.max_num_seqs,
                 max_blocks=-(-self.max_model_len // config.block_size), block_size=config.block_size,
@@ -172,12 +178,10 @@ class Engine:
             checks_integrity=checks_integrity,
         )  # fmt: skip
         self._intake = Intake(
-            builder=PromptBuilder(self.tokenizer, chat_template, audio, self.base.vocab_size),
+            texts=self._texts,
             audio=audio,
             adapters=self.adapters if config.enable_lora else None,
             base_names=self.model_names,
-            eos_token_ids=eos_token_ids(self.base.model, self.tokenizer),
-            vocab_size=self.base.vocab_size,
             limits=Limits(
                 max_model_len=self.max_model_len,
                 max_media=config.limit_mm_per_prompt,
@@ -285,6 +289,7 @@ class Engine:
         try:
             for index, request in enumerate(requests):
                 answer = Answer(request.request_id, request.receipt, request.prompt_token_ids, index)
+                answer.tokenizer = self.tokenizer if request.text is None else request.text.tokenizer
                 if isinstance(prompt, ChatPrompt) and prompt.is_transcript and _is_silent(request):
                     _answer_nothing(request, answer)
                 else:
@@ -332,9 +337,25 @@ class Engine:
         if self._is_closed:
             raise EngineClosed(_CLOSED)
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, media placeholders included."""
-        return self._intake.build_only(prompt).token_ids
+    def tokenize(self, prompt: Prompt, model: str | None = None) -> list[int]:
+        """Token ids of a prompt for the base model or an adapter, media placeholders included."""
+        return self._intake.build_only(prompt, self.text_of(model)).token_ids
+
+    def text_of(self, model: str | None) -> TextSide:
+        """The tokenizer of requests on a name: the base model's, unless it is an adapter that brings its own.
+
+        Blocking where such an adapter must be read from its files.
+        """
+        if not self.config.lora_extra_vocab_size or model is None or not self.adapters.contains(model):
+            return self._texts.base
+        with self.adapters.acquire(model) as handle:
+            return self._texts.of(handle.generation)
+
+    @property
+    def num_token_ids(self) -> int:
+        """Token ids that a request can name are below this; those that adapters add count."""
+        extra = self.config.lora_extra_vocab_size
+        return self.base.vocab_size + extra if extra else len(self.tokenizer)
 
     def transcription_prompt(
         self, audio: AudioPart, *, language: str | None = None, prompt: str | None = None
@@ -433,8 +454,9 @@ class Engine:
         config = self.config
         max_in = self.base.max_in_features
         tokens = {"decoder": config.max_num_batched_tokens, "head": config.max_num_seqs, "tower": 1, "connector": 1}
+        metadata_class = SlotMetadata if config.lora_extra_vocab_size else LoraMetadata
         return {
-            part: LoraMetadata(
+            part: metadata_class(
                 max_tokens,
                 config.max_loras,
                 self.base.device,
@@ -445,13 +467,16 @@ class Engine:
             for part, max_tokens in tokens.items()
         }
 
-    def _make_adapters(self, lora_metadata: dict[str, LoraMetadata]) -> AdapterManager:
-        """The manager and, where adapters are on, the LoRA rows."""
+    def _make_adapters(self, lora_metadata: dict[str, LoraMetadata], *, has_graphs: bool) -> AdapterManager:
+        """The manager and, where adapters are on, the LoRA rows; what CUDA graphs read must be there before they are."""
         config = self.config
         surface = self.base.surface(
             max_lora_rank=config.max_lora_rank,
             lora_dtype=lora_dtype(config.lora_dtype, self.base),
             target_suffixes=tuple(config.lora_target_modules),
+            has_scale_shift=config.enable_dora or not has_graphs,
+            extra_vocab_size=config.lora_extra_vocab_size,
+            why_tokenizer_unfit=self._texts.why_unfit,
         )
         if config.enable_lora:
             sites = {name: site for name, site in surface.linears.items() if surface.is_targeted(name)}
@@ -459,8 +484,11 @@ class Engine:
                 self.base.model, sites, lora_metadata, num_slots=config.max_loras, max_rank=config.max_lora_rank,
                 dtype=surface.lora_dtype,
             )  # fmt: skip
-            self.lora_bytes = buffers.num_bytes
-            self._slots = SlotPool(config.max_loras, buffers)
+            extras = make_extra_writers(
+                self.base, buffers, surface, lora_metadata, num_slots=config.max_loras, has_graphs=has_graphs
+            )
+            self.lora_bytes = buffers.num_bytes + sum(writer.num_bytes for writer in extras)
+            self._slots = SlotPool(config.max_loras, SlotWriters([buffers, *extras]))
         adapters = AdapterManager(
             surface,
             adapter_dir=Path(config.adapter_dir) if config.adapter_dir else user_data_dir(),

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from adapters.errors import AdapterNotFound
+from engine.adapter_text import AdapterTexts, TextSide
 from engine.audio import AudioFrontend
 from engine.errors import AppError, ContextTooLong, InvalidRequest, MediaError, ModelNotFound
 from engine.media import decode_audio
-from engine.prompt import BuiltPrompt, PromptBuilder, media_parts
+from engine.prompt import BuiltPrompt, media_parts
 from engine.request import AudioPart, ImagePart, Prompt, Receipt, SamplingParams
 from engine.routing import Route, choose_route
 from engine.sampler import check_logit_bias
@@ -57,32 +58,26 @@ class Intake:
     """Turns prompts into `EngineRequest`s.
 
     Args:
-        builder: builds token ids.
+        texts: prompts, decoding and end tokens of the base model and of each adapter.
         audio: the model's audio frontend, None when it takes no audio.
         adapters: the adapter manager, which knows the defaults too; None when adapters are off.
         base_names: names of the base model.
-        eos_token_ids: tokens that end an answer.
-        vocab_size: V.
         limits: bounds on one request.
     """
 
     def __init__(
         self,
         *,
-        builder: PromptBuilder,
+        texts: AdapterTexts,
         audio: AudioFrontend | None,
         adapters: AdapterManager | None,
         base_names: Sequence[str],
-        eos_token_ids: frozenset[int],
-        vocab_size: int,
         limits: Limits,
     ) -> None:
-        self._builder = builder
+        self._texts = texts
         self._audio = audio
         self._adapters = adapters
         self._base_names = tuple(base_names)
-        self._eos_token_ids = eos_token_ids
-        self._vocab_size = vocab_size
         self._limits = limits
 
     def route(
@@ -95,7 +90,6 @@ class Intake:
         """
         if n < 1:
             raise InvalidRequest(f"n is {n}, but must be 1 or more.", param="n")
-        check_logit_bias(sampling, self._vocab_size)
         media = self._decode(media_parts(prompt))
         adapters = self._adapters
         route = choose_route(
@@ -133,7 +127,9 @@ class Intake:
             receipt = Receipt(None, None, route.reason)
             if handle is not None:
                 receipt = Receipt(route.name, handle.generation.digest, route.reason, load_ms=handle.load_ms)
-            built = self._builder.build(routed.prompt, routed.media)
+            text = self._texts.of(None if handle is None else handle.generation)
+            check_logit_bias(sampling, text.vocab_size)
+            built = text.builder.build(routed.prompt, routed.media)
             max_tokens = self._max_tokens(sampling, built, getattr(routed.prompt, "is_transcript", False))
             base_id = request_id or uuid.uuid4().hex
             return [
@@ -143,9 +139,10 @@ class Intake:
                     spans=built.spans,
                     sampling=_reseeded(sampling, index),
                     max_tokens=max_tokens,
-                    eos_token_ids=self._eos_token_ids,
+                    eos_token_ids=text.eos_token_ids,
                     handle=None if handle is None else handle.fork(),
                     receipt=receipt,
+                    text=text,
                 )
                 for index in range(routed.n)
             ]
@@ -153,9 +150,9 @@ class Intake:
             if handle is not None:
                 handle.release()
 
-    def build_only(self, prompt: Prompt) -> BuiltPrompt:
+    def build_only(self, prompt: Prompt, text: TextSide) -> BuiltPrompt:
         """Token ids of a prompt, without routing or running anything."""
-        return self._builder.build(prompt, self._decode(media_parts(prompt)))
+        return text.builder.build(prompt, self._decode(media_parts(prompt)))
 
     def _decode(self, parts: Sequence[AudioPart | ImagePart]) -> list[MediaInput]:
         counts = {"audio": 0, "image": 0}

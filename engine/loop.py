@@ -104,6 +104,7 @@ class EngineLoop:
         """
         sampling = request.sampling
         output_token_ids: list[int] = []
+        decoding = self._decoding if request.text is None else request.text.decoding
         state = RequestState(
             request=request,
             answer=answer,
@@ -113,7 +114,7 @@ class EngineLoop:
                 prompt_token_ids=request.prompt_token_ids,
                 output_token_ids=output_token_ids,
             ),
-            detokenizer=Detokenizer(self._decoding, skip_special_tokens=sampling.skip_special_tokens),
+            detokenizer=Detokenizer(decoding, skip_special_tokens=sampling.skip_special_tokens),
             stop_matcher=StopMatcher(tuple(sampling.stop), include_stop=sampling.include_stop_str_in_output),
             token_ids=list(request.prompt_token_ids),
             output_token_ids=output_token_ids,

@@ -120,6 +120,8 @@ class RowCopies:
 
     def _copy(self, lora_slot: int, generation: Generation, steps: torch.cuda.Event) -> torch.cuda.Event:
         """On the copy thread: queue everything, and return the event of its end."""
+        if not generation.pairs:  # All that it holds lies beside linears: other writers have it.
+            return self._scatter(lora_slot, {}, steps)
         sends = self._send(slab_of(generation))
         try:
             rows = self._rows(lora_slot, generation)  # While the senders copy.

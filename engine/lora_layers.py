@@ -8,7 +8,7 @@ which adapter lies in which row is `adapters/slots`' business, which writes thro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from adapters.surface import LinearSite
 from engine import ops
 from engine.lora_copies import GpuRowCopy, RowCopies
+from engine.lora_scale_shift import ScaleShift
 from kernels import HAS_TRITON, LoraMetadata, lora_add_group_
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class LoraGroup:
         host_ranks: [N][M] ranks, 0 where the row's adapter does not touch the module; `ranks` has them on the device.
         metadata: which packed tokens use which row; shared with all groups of the same part of the model.
         step_number: by which operators find `metadata`.
+        scale_shift: what adapters do to the base product itself; None until one does anything.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class LoraGroup:
         self._weight: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.scale_shift: ScaleShift | None = None
         if len(modules) > 1:
             self._fuse(cast("list[nn.Linear]", list(modules.values())))
 
@@ -90,6 +93,8 @@ class LoraGroup:
         """All that `forward` reads beside its input."""
         yield from (self.lora_a, self.lora_b, self.ranks)
         yield from (tensor for tensor in (self._weight, self._bias) if tensor is not None)
+        if self.scale_shift is not None:
+            yield from self.scale_shift.tensors
 
     def write(self, lora_slot: int, generation: Generation) -> None:
         """Copy a generation's weights into row `lora_slot`; modules that it does not touch get rank 0."""
@@ -115,7 +120,7 @@ class LoraGroup:
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The linear layers' output [..., O] with LoRA added."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.scale_shift is None:
             linear: torch.Tensor = ops.lora_linear_op(
                 x, weight, bias, self.lora_a, self.lora_b, self.ranks, self.slice_ends, self.step_number
             )
@@ -126,10 +131,15 @@ class LoraGroup:
 
     def _add(self, output: torch.Tensor, x: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
+            if self.scale_shift is not None:
+                ops.scale_shift_op(output, *self.scale_shift.tensors, self.step_number)
             ops.lora_add_op(output, x, self.lora_a, self.lora_b, self.ranks, self.slice_ends, self.step_number)
         elif self.metadata.segments:
+            rows = output.view(-1, output.shape[-1])
+            if self.scale_shift is not None:
+                self.scale_shift.apply_(rows, self.metadata)
             lora_add_group_(
-                output.view(-1, output.shape[-1]),
+                rows,
                 x.reshape(-1, x.shape[-1]),
                 self.lora_a,
                 self.lora_b,
@@ -220,6 +230,11 @@ class LoraBuffers:
         """Memory of all buffers."""
         num_bytes = sum(group.lora_a.nbytes + group.lora_b.nbytes for group in self._groups)
         return num_bytes + (self._copies.num_bytes if self._copies else 0)
+
+    @property
+    def groups(self) -> Sequence[LoraGroup]:
+        """The groups, in the model's order."""
+        return self._groups
 
     def write(self, lora_slot: int, generation: Generation) -> GpuRowCopy | None:
         """Copy a generation's weights into row `lora_slot` of every group; on a GPU beside the running steps."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +19,13 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from adapters.surface import LinearSite, ModelSurface
+from adapters.surface import EmbeddingSite, LinearSite, ModelSurface, any_tokenizer
+from engine.added_tokens import AddedTokens
 from engine.architectures import Architecture, find_architecture
 from engine.attention import PAGED_ATTENTION
 from engine.errors import AppError, InvalidRequest, UnsupportedModel
 from engine.kv_cache import KVShape
+from engine.lora_embedding import EmbeddingLora
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ class BaseModel:
         config: its config; `text_config` is the decoder's.
         architecture: how to drive it.
         device: where it lies.
+        embedding_name: module name of the decoder's embedding table.
+        embedding_lora: adapters of that table; None without.
+        added_tokens: rows that adapters add to the vocabulary; None without.
     """
 
     def __init__(self, model: PreTrainedModel, architecture: Architecture, name: str) -> None:
@@ -52,6 +57,9 @@ class BaseModel:
         self.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(self.decoder.parameters()).dtype
         self._embedding = self.decoder.get_input_embeddings()
+        self.embedding_name = next(name for name, module in model.named_modules() if module is self._embedding)
+        self.embedding_lora: EmbeddingLora | None = None
+        self.added_tokens: AddedTokens | None = None
         self._lm_head = cast(Any, model.get_submodule("lm_head"))
         self._placeholder_id: int = getattr(model.config, "audio_token_id", None) or -1
         # The decoder's layers read the implementation from this config at each call; towers have configs of their own.
@@ -61,6 +69,11 @@ class BaseModel:
     def vocab_size(self) -> int:
         """V, rows of the embedding."""
         return int(self._embedding.weight.shape[0])
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token id that stands for media; -1 where the model takes none."""
+        return self._placeholder_id
 
     @property
     def max_positions(self) -> int:
@@ -89,7 +102,12 @@ class BaseModel:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, H]; media placeholders, which may lie outside the embedding, give row 0, to be overwritten."""
         is_text = (token_ids < self.vocab_size) & (token_ids != self._placeholder_id)
-        embeddings: torch.Tensor = self._embedding(torch.where(is_text, token_ids, 0))
+        table_ids = torch.where(is_text, token_ids, 0)
+        embeddings: torch.Tensor = self._embedding(table_ids)
+        if self.embedding_lora is not None:
+            self.embedding_lora.add_(embeddings, table_ids)
+        if self.added_tokens is not None:
+            self.added_tokens.replace_(embeddings, token_ids)
         return embeddings
 
     def decode(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -99,8 +117,12 @@ class BaseModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] -> [R, V] float32, with the architecture's scale or soft cap."""
-        return self.architecture.finish_logits(self._lm_head(hidden), self.text_config).float()
+        """[R, H] -> [R, V] float32, with the architecture's scale or soft cap; wider where adapters add tokens."""
+        logits = self._finish(self._lm_head(hidden)).float()
+        return logits if self.added_tokens is None else self.added_tokens.extend(logits, hidden, self._finish)
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.architecture.finish_logits(logits, self.text_config)
 
     def encode_audio(self, features: torch.Tensor) -> torch.Tensor:
         """One clip's [1, E, F] features -> [n, H]. One clip a call: padding would change the result."""
@@ -109,16 +131,26 @@ class BaseModel:
         return encoded
 
     def surface(
-        self, *, max_lora_rank: int, lora_dtype: torch.dtype, target_suffixes: tuple[str, ...] = ()
+        self,
+        *,
+        max_lora_rank: int,
+        lora_dtype: torch.dtype,
+        target_suffixes: tuple[str, ...] = (),
+        has_scale_shift: bool = True,
+        extra_vocab_size: int = 0,
+        why_tokenizer_unfit: Callable[[Mapping[str, bytes], int], str | None] = any_tokenizer,
     ) -> ModelSurface:
-        """What adapters may touch, for `adapters`."""
+        """What adapters may touch, for `adapters`; `has_scale_shift` says whether DoRA and trained biases have room."""
         linears: dict[str, LinearSite] = {}
         unsupported: dict[str, str] = {}
         for name, module in self.model.named_modules():
-            if isinstance(module, nn.Embedding):
+            if isinstance(module, nn.Embedding) and module is not self._embedding:
                 unsupported[name] = "LoRA on embeddings is not served"
             elif _is_linear(module) and not _is_inside_attention_block(self.model, name):
                 linears[name] = LinearSite(name, module.in_features, module.out_features, self._part_of(name))
+        num_tokens, width = self._embedding.weight.shape
+        is_tied = self._lm_head.weight is self._embedding.weight
+        embedding = EmbeddingSite(self.embedding_name, num_tokens, width, "lm_head" if is_tied else None)
         return ModelSurface(
             model_name=self.name,
             linears=linears,
@@ -127,6 +159,13 @@ class BaseModel:
             max_lora_rank=max_lora_rank,
             lora_dtype=lora_dtype,
             target_suffixes=target_suffixes,
+            serves_dora=has_scale_shift,
+            serves_bias=has_scale_shift,
+            scale_shift_flag="--enable-dora",
+            serves_embeddings=True,
+            extra_vocab_size=extra_vocab_size,
+            why_tokenizer_unfit=why_tokenizer_unfit,
+            embeddings={embedding.name: embedding},
             base_tensor=self._tensor,
             base_tensor_names=[name for name, _ in _named_tensors(self.model)],
         )

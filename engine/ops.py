@@ -1,4 +1,4 @@
-"""The operators that compiled decoder layers call: a LoRA add, and attention on the paged KV cache.
+"""The operators that compiled decoder layers call: what adapters do to a linear, and attention on the paged KV cache.
 
 torch.compile takes an operator as a whole and does not look inside, so a layer is one graph although the kernels read
 what changes from step to step. Operators take tensors and numbers alone; the step's description is therefore registered
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from kernels import LoraMetadata, lora_add_group_, lora_product, paged_attention, write_kv_
+from kernels import LoraMetadata, lora_add_group_, lora_product, paged_attention, scale_shift_, write_kv_
 
 if TYPE_CHECKING:
     from engine.attention import AttentionStep
@@ -95,6 +95,24 @@ def lora_add_op(output, x, lora_a, lora_b, ranks, slice_ends, step):  # type: ig
             tuple(slice_ends),
             metadata,
         )
+
+
+@torch.library.custom_op(
+    "switchboard::scale_shift",
+    mutates_args=("output",),
+    schema="(Tensor(a!) output, Tensor scale, Tensor shift, Tensor is_used, int step) -> ()",
+)
+def scale_shift_op(output, scale, shift, is_used, step):  # type: ignore[no-untyped-def]
+    """`kernels.scale_shift_` on [..., O], as an operator; nothing where the step has no adapters."""
+    metadata: LoraMetadata = _steps[step]
+    if metadata.segments:
+        host_is_used = () if is_used.is_cuda else is_used.bool().tolist()
+        scale_shift_(output.view(-1, output.shape[-1]), scale, shift, is_used, host_is_used, metadata)
+
+
+@scale_shift_op.register_fake
+def _(output, scale, shift, is_used, step):  # type: ignore[no-untyped-def]
+    return None
 
 
 @lora_add_op.register_fake

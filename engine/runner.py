@@ -110,12 +110,12 @@ class Runner:
         device = self._model.device
         inputs = to_device(batch.inputs, torch.int64, device)
         token_ids = self._flight_tokens.fill_in(inputs[TOKEN_IDS], inputs[FLIGHT_ROWS])
+        self._set_segments("decoder", batch.lora_segments, batch.num_tokens)
         embeddings = self._embed(plan, token_ids)
         self._attention_step.metadata = AttentionMetadata(
             batch.query_lens, batch.kv_lens, to_device(batch.block_table, torch.int32, device), self._block_size
         )
         self._attention_step.kv_index = inputs[KV_INDEX]
-        self._set_segments("decoder", batch.lora_segments, batch.num_tokens)
         hidden = self._model.decode(embeddings, inputs[POSITIONS])
         self._set_segments("head", batch.head_segments, len(batch.sampled))
         return self._model.logits(hidden[to_device(batch.logits_at, torch.int64, device)])

@@ -54,6 +54,11 @@ def check_settings(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise InvalidRequest(f"--{name.replace('_', '-')} is {value}, but must be above 0.", param=name)
+    if config.lora_extra_vocab_size < 0:
+        raise InvalidRequest(
+            f"--lora-extra-vocab-size is {config.lora_extra_vocab_size}, but must be 0 or more.",
+            param="lora_extra_vocab_size",
+        )
     if not config.enable_lora and (config.lora_modules or config.default_mm_loras):
         raise InvalidRequest(
             "Adapters are named although --no-enable-lora switches them off; leave one of the two out.",
@@ -75,6 +80,16 @@ def with_embedded_defaults(config: EngineConfig) -> EngineConfig:
 def runs_ahead(config: EngineConfig, base: BaseModel) -> bool:
     """Whether steps are launched ahead; on a CPU that would only delay tokens, since a launch there is the work itself."""
     return base.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+
+
+def check_extra_vocab(config: EngineConfig, base: BaseModel) -> None:
+    """Refuse room for added tokens where their ids would be the model's media placeholders."""
+    if config.lora_extra_vocab_size and base.placeholder_id >= base.vocab_size:
+        raise InvalidRequest(
+            f"--lora-extra-vocab-size is {config.lora_extra_vocab_size}, but this model's placeholder for media lies past "
+            "its vocabulary, where added tokens would; leave the flag out.",
+            param="lora_extra_vocab_size",
+        )
 
 
 def lora_dtype(name: str, base: BaseModel) -> torch.dtype:

@@ -19,6 +19,7 @@ from engine.request import Receipt, SamplingParams
 
 if TYPE_CHECKING:
     from adapters.generation import GenerationHandle
+    from engine.adapter_text import TextSide
     from engine.answer import Answer
     from engine.detokenizer import Detokenizer, StopMatcher
     from engine.sampler import SamplerRow
@@ -65,6 +66,7 @@ class EngineRequest:
         eos_token_ids: tokens that end the answer (unless `sampling.ignore_eos`).
         handle: the adapter's generation, held until the request ends; None for the base model.
         receipt: without queue time and cached tokens, which are not known yet.
+        text: the tokenizer that made the prompt, with what decodes the answer; None for the loop's own.
     """
 
     request_id: str
@@ -75,6 +77,7 @@ class EngineRequest:
     eos_token_ids: frozenset[int]
     handle: GenerationHandle | None
     receipt: Receipt
+    text: TextSide | None = None
 
     @property
     def generation_digest(self) -> str | None:

@@ -30,6 +30,18 @@ def load_tokenizer(path: str, gguf_file: str | None) -> Any:
     return tokenizer
 
 
+def load_like(base: Any, folder: str) -> Any:
+    """The tokenizer in a folder, of the same class as `base`; no code that its files name is ever run.
+
+    Raises:
+        InvalidRequest: the files hold none.
+    """
+    try:
+        return type(base).from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # Somebody's files, read by the tokenizers library, which raises bare exceptions.
+        raise InvalidRequest("The adapter's tokenizer cannot be read.", param="lora") from error
+
+
 def load_processor(path: str) -> Any:
     """The model's multimodal processor."""
     try:

@@ -140,7 +140,8 @@ def make_adapter(
 ) -> Path:
     """Save a PEFT adapter with random, strong weights; returns its folder.
 
-    `init_lora_weights` stays true, so that a loader that fails does not recreate the same random weights by chance.
+    Magnitudes (DoRA), biases and rows of single tokens are random too. `init_lora_weights` stays true, so that a loader
+    that fails does not recreate the same random weights by chance.
     """
     model = getattr(transformers, architecture).from_pretrained(model_folder)
     target_modules = targets if isinstance(targets, str) else list(targets)
@@ -148,8 +149,12 @@ def make_adapter(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
-            if "lora_A" in name or "lora_B" in name:
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.5 * torch.rand(parameter.shape, generator=generator))
+            elif any(part in name for part in ("lora_A", "lora_B", "lora_embedding_")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            elif parameter.requires_grad:  # biases and rows of single tokens
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.7)
     peft.save_pretrained(folder, save_embedding_layers=False)
     config = json.loads((folder / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = model_folder.name

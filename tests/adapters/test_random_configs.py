@@ -135,7 +135,7 @@ def test_a_random_config_gives_pefts_logits(models: dict[str, nn.Module], tmp_pa
     plain = edit(written, tmp_path / "plain", tensors=lambda t: {key: value.to(dtype) for key, value in t.items()})
     spelled = edit(plain, tmp_path / "spelled", key=SPELLINGS[spelling])
     surface = surface_of(model, rename_key=_key_renamer(model))  # type: ignore[arg-type]
-    _, pairs, report = read_adapter(spelled, surface)
+    _, pairs, report, _ = read_adapter(spelled, surface)
     ours, theirs = merged_logits(model, pairs), peft_logits(model, plain)
     assert (theirs - base_logits(model)).abs().max() > 0.05, f"the adapter must matter: {told}"
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4, msg=lambda text: f"{text}\n{told}")

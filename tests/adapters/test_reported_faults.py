@@ -28,12 +28,12 @@ def test_a_rank_stabilised_adapter_equals_its_twin_with_a_larger_alpha(
     folder = save_peft(llama, tmp_path / "x", r=16, lora_alpha=32, use_rslora=True, target_modules=["q_proj"])
     twin = edit(folder, tmp_path / "twin", config={"use_rslora": False, "lora_alpha": 128})
     weak = edit(folder, tmp_path / "weak", config={"use_rslora": False})
-    (_, pairs, report), (_, twins, _), (_, weaker, _) = (read_adapter(one, surface) for one in (folder, twin, weak))
-    assert report.scale == 8.0 and report.scales == {8.0: 2}
-    ours = merged_logits(llama, pairs)
-    torch.testing.assert_close(ours, merged_logits(llama, twins), atol=1e-4, rtol=1e-4)
+    stable, twins, weaker = (read_adapter(one, surface) for one in (folder, twin, weak))
+    assert stable.report.scale == 8.0 and stable.report.scales == {8.0: 2}
+    ours = merged_logits(llama, stable.pairs)
+    torch.testing.assert_close(ours, merged_logits(llama, twins.pairs), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(ours, peft_logits(llama, folder), atol=1e-4, rtol=1e-4)
-    assert (ours - merged_logits(llama, weaker)).abs().max() > 0.1
+    assert (ours - merged_logits(llama, weaker.pairs)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_pairs_are_the_stored_numbers_scaled_in_float32_and_rounded_once(
     alpha: float,
 ) -> None:
     folder = save_mixed(reference, tmp_path / "x", stored, alpha)
-    _, pairs, _ = read_adapter(folder, replace(surface, lora_dtype=serving))
+    pairs = read_adapter(folder, replace(surface, lora_dtype=serving)).pairs
     tensors = load_file(folder / "adapter_model.safetensors")
     assert len(pairs) == 4
     for name, pair in pairs.items():
@@ -59,7 +59,7 @@ def test_pairs_are_the_stored_numbers_scaled_in_float32_and_rounded_once(
 
 
 def test_all_pairs_are_aligned_views_of_one_storage(reference: Path, surface: ModelSurface) -> None:
-    _, pairs, report = read_adapter(reference, surface)
+    _, pairs, report, _ = read_adapter(reference, surface)
     halves = [half for pair in pairs.values() for half in (pair.a, pair.b)]
     assert len({half.untyped_storage().data_ptr() for half in halves}) == 1
     assert all(half.storage_offset() % adapters.slab.ALIGNMENT == 0 and half.is_contiguous() for half in halves)

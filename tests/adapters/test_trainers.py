@@ -45,8 +45,8 @@ def test_an_mlx_adapter_equals_pefts(
     llama: LlamaForCausalLM, reference: Path, surface: ModelSurface, tmp_path: Path
 ) -> None:
     folder = to_mlx(reference, tmp_path / "mlx")
-    _, pairs, report = read_adapter(folder, surface)
-    _, plain, plain_report = read_adapter(reference, surface)
+    _, pairs, report, _ = read_adapter(folder, surface)
+    _, plain, plain_report, _ = read_adapter(reference, surface)
     assert all(torch.equal(plain[name].a, pairs[name].a) for name in plain)
     assert all(torch.equal(plain[name].b, pairs[name].b) for name in plain)
     assert (report.digest, report.scale) == (plain_report.digest, 2.0) and report.warnings == []
@@ -90,7 +90,7 @@ FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
 def test_an_adapter_for_fused_layers_is_served_on_them(phi: Phi3ForCausalLM, tmp_path: Path) -> None:
     folder = save_peft(phi, tmp_path / "x", target_modules=FUSED, r=5)
-    _, pairs, report = read_adapter(folder, surface_of(phi))
+    _, pairs, report, _ = read_adapter(folder, surface_of(phi))
     theirs = peft_logits(phi, folder)
     assert (theirs - base_logits(phi)).abs().max() > 0.1
     torch.testing.assert_close(merged_logits(phi, pairs), theirs, atol=1e-4, rtol=1e-4)
@@ -101,7 +101,7 @@ def test_an_adapter_for_fused_layers_is_cut_for_separate_ones(
     phi: Phi3ForCausalLM, split_phi: Phi3ForCausalLM, tmp_path: Path
 ) -> None:
     folder = save_peft(phi, tmp_path / "x", target_modules=FUSED, r=5, rank_pattern={"qkv_proj": 3})
-    _, pairs, report = read_adapter(folder, renamed_surface(split_phi))
+    _, pairs, report, _ = read_adapter(folder, renamed_surface(split_phi))
     theirs = peft_logits(phi, folder)
     ours = merged_logits(split_phi, {inner(name): pair for name, pair in pairs.items()})
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -124,7 +124,7 @@ def test_an_adapter_for_separate_layers_is_joined_for_fused_ones(
 ) -> None:
     folder = save_peft(split_phi, tmp_path / "x", target_modules=targets, r=3)
     usual_names = edit(folder, tmp_path / "y", key=usual)
-    _, pairs, _ = read_adapter(usual_names, surface_of(phi))
+    pairs = read_adapter(usual_names, surface_of(phi)).pairs
     theirs = peft_logits(split_phi, folder)
     assert (theirs - base_logits(phi)).abs().max() > 0.05
     torch.testing.assert_close(merged_logits(phi, pairs), theirs, atol=1e-4, rtol=1e-4)
@@ -170,7 +170,7 @@ def test_overlapping_rank_patterns_are_read_though_peft_sorts_them_when_it_saves
     folder = save_peft(llama, tmp_path / "x", target_modules=["q_proj"], r=4, lora_alpha=8, rank_pattern=patterns)
     saved = json.loads((folder / "adapter_config.json").read_text())["rank_pattern"]
     assert list(saved) != list(patterns)
-    _, pairs, report = read_adapter(folder, surface)
+    _, pairs, report, _ = read_adapter(folder, surface)
     # alpha over the rank that was trained
     assert report.ranks == {2: 2} and report.scales == {4.0: 2}
     raw = load_file(folder / "adapter_model.safetensors")
@@ -206,8 +206,8 @@ def test_names_of_every_version_reach_the_text_model_inside_a_speech_model(tmp_p
         load_file(spelled / "adapter_model.safetensors").keys()
         != load_file(adapter / "adapter_model.safetensors").keys()
     )
-    _, plain, report = read_adapter(adapter, surface)
-    _, renamed, renamed_report = read_adapter(spelled, surface)
+    _, plain, report, _ = read_adapter(adapter, surface)
+    _, renamed, renamed_report, _ = read_adapter(spelled, surface)
     assert renamed.keys() == plain.keys() and renamed_report.digest == report.digest
     assert all(name.startswith("model.language_model.layers.") for name in plain)
 
@@ -260,7 +260,7 @@ def test_copies_of_base_weights_are_served_where_they_are_equal(
 ) -> None:
     model = {"llama": llama, "qwen": qwen}[base]
     folder = save_peft(model, tmp_path / "x", **settings)
-    _, pairs, report = read_adapter(folder, open_surface(model))
+    _, pairs, report, _ = read_adapter(folder, open_surface(model))
     torch.testing.assert_close(merged_logits(model, pairs), peft_logits(model, folder), atol=1e-4, rtol=1e-4)
     assert report.matched == 4
 

@@ -40,7 +40,7 @@ def refusal(folder: Path, surface: ModelSurface) -> str:
 
 def check_against_peft(llama: LlamaForCausalLM, folder: Path, surface: ModelSurface) -> AdapterReport:
     """The merged model answers as PEFT's does, and not as the base model does."""
-    _, pairs, report = read_adapter(folder, surface)
+    _, pairs, report, _ = read_adapter(folder, surface)
     ours, theirs = merged_logits(llama, pairs), peft_logits(llama, folder)
     assert (theirs - base_logits(llama)).abs().max() > 0.1, "the adapter must matter"
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -80,7 +80,7 @@ def test_the_models_answer_is_pefts(
 
 def test_scales_are_those_that_peft_computes(llama: LlamaForCausalLM, surface: ModelSurface, tmp_path: Path) -> None:
     folder = save_peft(llama, tmp_path / "x", r=8, lora_alpha=16, rank_pattern={r".*\.layers\.0\..*q_proj": 4})
-    _, pairs, report = read_adapter(folder, surface)
+    _, pairs, report, _ = read_adapter(folder, surface)
     peft = PeftModel.from_pretrained(copy.deepcopy(llama), folder)
     theirs = {
         name.removeprefix(PREFIX): module.scaling["default"]
@@ -111,8 +111,8 @@ def fsdp(name: str) -> str:
 def test_known_wrappings_of_the_names_give_the_very_same_adapter(
     reference: Path, surface: ModelSurface, tmp_path: Path, key: Callable[[str], str]
 ) -> None:
-    _, plain, report = read_adapter(reference, surface)
-    _, wrapped, wrapped_report = read_adapter(edit(reference, tmp_path / "x", key=key), surface)
+    _, plain, report, _ = read_adapter(reference, surface)
+    _, wrapped, wrapped_report, _ = read_adapter(edit(reference, tmp_path / "x", key=key), surface)
     assert plain.keys() == wrapped.keys() and report.digest == wrapped_report.digest
     assert all(torch.equal(plain[name].b, wrapped[name].b) for name in plain)
 
@@ -339,7 +339,7 @@ def test_target_modules_that_agree_give_no_warning(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_scale_is_folded_in_before_the_cast(reference: Path, llama: LlamaForCausalLM, dtype: torch.dtype) -> None:
     raw = load_file(reference / "adapter_model.safetensors")
-    _, pairs, report = read_adapter(reference, surface_of(llama, lora_dtype=dtype))
+    _, pairs, report, _ = read_adapter(reference, surface_of(llama, lora_dtype=dtype))
     pair = pairs["model.layers.0.self_attn.q_proj"]
     assert torch.equal(pair.b, (raw[f"{LAYER}.lora_B.weight"] * 2.0).to(dtype))
     assert torch.equal(pair.a, raw[f"{LAYER}.lora_A.weight"].to(dtype))

@@ -86,7 +86,7 @@ def test_switches_have_a_negative() -> None:
 
 
 def test_old_flags_without_effect_are_accepted_with_a_warning() -> None:
-    words = ["--long-lora-scaling-factors", "4.0", "--lora-extra-vocab-size", "0", "--enable-tower-connector-lora"]
+    words = ["--long-lora-scaling-factors", "4.0", "--enable-tower-connector-lora"]
     command = parse_command_line(words, {})
     assert ["no effect" in warning for warning in command.warnings] == [True]
     assert parse_command_line([], {}).warnings == ()
@@ -104,7 +104,7 @@ def test_old_flags_without_effect_are_accepted_with_a_warning() -> None:
         (["--default-mm-loras", '{"audio": 3}'], "--default-mm-loras"),
         (["--default-mm-loras.audio"], "expected one argument"),
         (["--limit-mm-per-prompt", '{"audio": "x"}'], "--limit-mm-per-prompt"),
-        (["--lora-extra-vocab-size", "16"], "--lora-extra-vocab-size"),
+        (["--lora-extra-vocab-size", "-1"], "--lora-extra-vocab-size"),
         (["--no-enable-tower-connector-lora"], "--no-enable-tower-connector-lora"),
         (["--lora-resolver", "local:/a"], "unknown flag --lora-resolver"),
         (["--no-enable-lora", "--lora-modules", "a=/a"], "contradicts"),

@@ -20,7 +20,9 @@ ARCHITECTURES = [
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_layers_are_one_graph_with_and_without_adapters(architecture: str, tmp_path: Path) -> None:
     folder = make_model(architecture, tmp_path / "model")
-    adapter = make_adapter(folder, architecture, tmp_path / "adapter", targets="all-linear", rank=8)
+    # Qwen2's layers have biases: its adapter scales and shifts their output too.
+    more = {"use_dora": True, "bias": "lora_only"} if architecture == "Qwen2ForCausalLM" else {}
+    adapter = make_adapter(folder, architecture, tmp_path / "adapter", targets="all-linear", rank=8, **more)
     engine = Engine(
         EngineConfig(
             model=str(folder),

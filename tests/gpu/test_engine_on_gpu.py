@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.answer import Answer
 from engine.config import LoRAModule
 from engine.request import AudioPart, ChatPrompt, Message, TextPart, TokenPrompt
-from tests.oracles import Oracle, make_model, random_ids, tone
+from tests.oracles import Oracle, make_adapter, make_model, random_ids, tone
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +67,41 @@ def test_base_rows_are_untouched_by_adapters_beside_them(engine: Engine, llama_d
     for names in ([None], ["all", None, "all"], [None, "rs"], [None]):
         answers = [(name, start(engine, prompt, name)) for name in names]
         assert [tokens(answer) == expected for name, answer in answers] == [name is None for name in names]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
+def test_all_kinds_of_adapters_in_one_batch_equal_peft(enforce_eager: bool, tmp_path: Path) -> None:
+    model = make_model("Gemma3ForCausalLM", tmp_path / "model")
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "dora": {"targets": "all-linear", "use_dora": True},
+        "bias": {"lora_bias": True},
+        "tied": {"targets": ["embed_tokens"], "ensure_weight_tying": True},
+        "rows": {"trainable_token_indices": [3, 7]},
+    }
+    adapters = {
+        name: make_adapter(model, "Gemma3ForCausalLM", tmp_path / name, seed=seed, **settings)
+        for seed, (name, settings) in enumerate(kinds.items(), 1)
+    }
+    oracle = Oracle(model, "Gemma3ForCausalLM", adapters)
+    plan = [(name, [*random_ids(9, row), 3, 7]) for row in range(2) for name in (None, *adapters)]
+    expected = [oracle.generate(prompt, 20, name) for name, prompt in plan]
+    engine = Engine(
+        EngineConfig(
+            model=str(model), device="cuda", dtype="float32", enforce_eager=enforce_eager, kv_cache_memory_mb=64,
+            lora_modules=[LoRAModule(name, str(path)) for name, path in adapters.items()], enable_dora=True,
+            lora_extra_vocab_size=2, max_loras=3, max_lora_rank=8, max_num_seqs=7, max_model_len=200,
+            adapter_dir=str(tmp_path / "catalogue"),
+        ),
+        checks_integrity=True,
+    )  # fmt: skip
+    try:
+        for _ in range(2):
+            answers = [start(engine, prompt, name or "none") for name, prompt in plan]
+            assert [tokens(answer) for answer in answers] == expected
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

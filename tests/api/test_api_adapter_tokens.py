@@ -1,0 +1,57 @@
+"""An adapter with tokens of its own over HTTP: its tokenizer answers wherever token ids and texts meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.settings import ServerSettings
+from engine import Engine, EngineConfig
+from engine.config import LoRAModule
+from tests.api.conftest import serve
+from tests.engine.test_beyond_lora import LLAMA, make_adapter_with_tokens
+from tests.oracles import VOCAB_SIZE
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def test_token_ids_and_texts_are_those_of_the_adapter(llama_dir: Path, tmp_path: Path) -> None:
+    folder = make_adapter_with_tokens(llama_dir, LLAMA, tmp_path / "adapter")
+    config = EngineConfig(
+        model=str(llama_dir), lora_modules=[LoRAModule("own", str(folder))], lora_extra_vocab_size=4,
+        adapter_dir=str(tmp_path / "catalogue"),
+    )  # fmt: skip
+    engine = Engine(config)
+    base, new = engine.model_names[0], VOCAB_SIZE + 2
+    try:
+        with serve(engine, ServerSettings()) as url, httpx.Client(base_url=url, timeout=60) as http:
+
+            def post(path: str, **body: Any) -> httpx.Response:
+                return http.post(path, json=body)
+
+            own = post("/tokenize", model="own", prompt="quuxy", return_token_strs=True).json()
+            assert (own["tokens"], own["token_strs"]) == ([new], ["quuxy"])
+            assert len(post("/tokenize", model=base, prompt="quuxy").json()["tokens"]) == 5
+            assert post("/detokenize", model="own", tokens=[new]).json()["prompt"] == "quuxy"
+
+            ask = {"prompt": [65, new], "max_tokens": 2, "temperature": 0}
+            biased = {"logit_bias": {str(new): 100}}
+            echoed = post("/v1/completions", model="own", echo=True, **ask, **biased).json()["choices"][0]
+            assert echoed["text"].endswith("quuxy" * 3)
+            choice = post("/v1/completions", model="own", logprobs=1, **ask, **biased).json()["choices"][0]
+            assert choice["logprobs"]["tokens"] == ["quuxy", "quuxy"]
+            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True}
+            answer = post("/v1/chat/completions", model="own", **chat, **biased).json()["choices"][0]
+            assert answer["logprobs"]["content"][0]["token"] == answer["message"]["content"] == "quuxy"
+            for refused in ({**ask, "model": base}, {**ask, "prompt": "x", "model": base, **biased}):
+                reply = post("/v1/completions", **refused)
+                assert (
+                    reply.status_code == 400 and f"between 0 and {VOCAB_SIZE - 1}" in reply.json()["error"]["message"]
+                )
+            beyond = post("/v1/completions", model="own", **{**ask, "prompt": [VOCAB_SIZE + 4]})
+            assert beyond.status_code == 400
+    finally:
+        engine.close()
