@@ -16,11 +16,13 @@ class AppError(Exception):
         error_type: OpenAI error type, such as `invalid_request_error`.
         code: machine-readable code or None.
         param: path of the request field at fault, such as `messages[0].content`, or None.
+        retry_after: seconds after which the same request may succeed, or None.
     """
 
     status: int = 400
     error_type: str = "invalid_request_error"
     code: str | None = None
+    retry_after: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -98,3 +100,26 @@ class AdapterStoreFault(AdapterError):
     status = 500
     error_type = "server_error"
     code = "adapter_store_fault"
+
+
+class StorageFull(AdapterError):
+    """The disk that holds uploads or downloads has no room left."""
+
+    status = 507
+    error_type = "server_error"
+    code = "storage_full"
+
+
+class SourceUnreachable(AdapterError):
+    """A source of adapters cannot be asked now, or took too long; the same request may succeed later."""
+
+    status = 503
+    error_type = "server_error"
+    code = "adapter_source_unreachable"
+    retry_after = 5
+
+
+class InvalidSource(AdapterError):
+    """A setting names a source of adapters that cannot be used."""
+
+    code = "invalid_adapter_source"

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from adapters.catalog import CatalogRow
-from adapters.errors import AdapterError, AdapterFilesNotFound, AdapterRefused
+from adapters.errors import AdapterError, AdapterFilesNotFound, AdapterRefused, StorageFull
 from adapters.generation import Generation
+from adapters.located import Located
 from adapters.plan import check_adapter
 from adapters.records import AdapterEntry
 from adapters.report import AdapterReport
@@ -45,28 +46,38 @@ def read_generation(
     return Generation(report.digest, content.spec, content.pairs, report, content.extras)
 
 
-def judge_upload(files: UploadFiles, folder: Path, surface: ModelSurface, *, max_bytes: int) -> UploadReport:
-    """Unpack an upload into an empty folder and report on it; the caller deletes the folder."""
+def judge_upload(
+    files: UploadFiles, folder: Path, surface: ModelSurface, *, max_bytes: int
+) -> tuple[UploadReport, Generation | None]:
+    """Unpack an upload into an empty folder and report on it, with its content if it is good.
+
+    The caller deletes the folder. Raises `StorageFull`, which says nothing about the upload.
+    """
     try:
         unpacked = unpack_upload(files, folder, max_bytes=max_bytes)
+    except StorageFull:
+        raise
     except AdapterError as error:
-        return UploadReport(is_ok=False, errors=[error.message], code=error.code)
+        return UploadReport(is_ok=False, errors=[error.message], code=error.code), None
     try:
-        report = read_generation(folder, surface).report
+        generation = read_generation(folder, surface)
     except AdapterError as error:
         errors = error.reasons if isinstance(error, AdapterRefused) else [error.message]
-        return UploadReport(False, errors, error.code, unpacked.files, unpacked.ignored)
-    return UploadReport(True, [], None, unpacked.files, unpacked.ignored, report.to_dict())
+        return UploadReport(False, errors, error.code, unpacked.files, unpacked.ignored), None
+    report = UploadReport(True, [], None, unpacked.files, unpacked.ignored, generation.report.to_dict())
+    return report, generation
 
 
 def new_entry(
-    name: str, source: str, folder: Path, generation: Generation, base_model_name: str | None = None
+    name: str, source: str, located: Located, generation: Generation, base_model_name: str | None = None
 ) -> AdapterEntry:
-    """The record of a name that points to content that was just read."""
+    """The record of a name that points to content that was just read; its files are given back when it is gone."""
     return AdapterEntry(
         name,
         source,
-        folder,
+        located.folder,
+        revision=located.revision,
+        lease=located.lease,
         created=time.time(),
         base_model_name=base_model_name,
         digest=generation.digest,

@@ -27,11 +27,13 @@ from adapters.flights import Flights
 from adapters.generation import GenerationHandle
 from adapters.history import History
 from adapters.intake import about, judge_upload, new_entry, restored_entry
+from adapters.located import Located
 from adapters.locks import KeyedLocks
 from adapters.names import check_name
 from adapters.reader import Reader
 from adapters.records import AdapterEntry, AdapterInfo, ManagerStats, VersionInfo
 from adapters.registry import Registry
+from adapters.storage import storage_faults
 from adapters.store import GenerationStore
 from adapters.surface import ModelSurface
 from adapters.tally import Tally
@@ -43,6 +45,8 @@ __all__ = ["AdapterInfo", "AdapterManager", "ManagerStats", "UploadFiles", "Uplo
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_UPLOAD_BYTES = 1 << 30
+# What content is called while it is tried out; no adapter may have this name.
+UNLISTED_NAME = "(upload)"
 # evicted adapters that are read at the same time, so that a few slow ones do not hold up the others
 NUM_LOAD_THREADS = 8
 
@@ -69,13 +73,13 @@ class AdapterManager:
         reserved_names: Collection[str] = (),
         max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES,
         allowed_roots: Sequence[Path] | None = None,
-        locate: Callable[[str], Path] = Path,
+        locate: Callable[[str], Located] | None = None,
     ) -> None:
         """`max_cpu_loras` and `max_cpu_bytes` (None: no such bound) limit what stays in CPU memory without being used.
 
         `on_retire(digest)` is called, without any lock held, when no name points to a generation any more.
-        `allowed_roots` limits where `load` may read from; None means anywhere. `locate` turns what `load` was given
-        into a local folder, for ids that must be fetched first; it may raise `AdapterError`.
+        `allowed_roots` limits where `load` may read from; None means anywhere. `locate` turns an address
+        that `load` was given into a local folder, fetching it where need be; it may raise `AdapterError`.
         """
         self.residency: Callable[[str], bool] = lambda digest: False
         self._reserved_names = frozenset(reserved_names)
@@ -100,14 +104,14 @@ class AdapterManager:
     def load(
         self,
         name: str,
-        path: str | Path,
+        path: str | Path | Located,
         *,
         load_inplace: bool = False,
         base_model_name: str | None = None,
         pinned: bool = False,
         source: str | None = None,
     ) -> AdapterInfo:
-        """Read, check and list the adapter in a folder; `source` is what lists show instead of `path`.
+        """Read, check and list the adapter at an address; `source` is what lists show instead of `path`.
 
         Replacing keeps the pin and what the name pointed to as a version that can be gone back to. An upload that is
         replaced stays on disk and comes back with the next start.
@@ -118,11 +122,13 @@ class AdapterManager:
             check_name(name, self._reserved_names)
             with self._name_locks.hold(name):
                 self._check_free(name, load_inplace)
-                with about(name):
-                    folder = self._reader.find(path)
-                    with self._read(name, folder, "path") as content:
-                        entry = new_entry(name, source or str(path), folder, content.generation, base_model_name)
-                        self._swap(entry, is_pinned=pinned, load_ms=content.load_ms)
+                with (
+                    about(name),
+                    self._reader.located(path) as located,
+                    self._read(name, located.folder, "path") as content,
+                ):
+                    entry = new_entry(name, source or located.source, located, content.generation, base_model_name)
+                    self._swap(entry, is_pinned=pinned, load_ms=content.load_ms)
         return self._describe(entry)
 
     def unload(self, name: str) -> None:
@@ -302,8 +308,22 @@ class AdapterManager:
 
     def inspect_upload(self, files: UploadFiles) -> UploadReport:
         """Judge an upload as `install_upload` would, and keep nothing."""
+        with self.examine_upload(files) as (report, _):
+            return report
+
+    @contextmanager
+    def examine_upload(self, files: UploadFiles) -> Iterator[tuple[UploadReport, GenerationHandle | None]]:
+        """The same, with the content to try out where it is good: it has no name, and is let go afterwards."""
         with self._door.incoming() as folder:
-            return judge_upload(files, folder, self._reader.surface, max_bytes=self._max_upload_bytes)
+            report, generation = judge_upload(files, folder, self._reader.surface, max_bytes=self._max_upload_bytes)
+        if generation is None:
+            yield report, None
+            return
+        try:
+            with self._store.add(generation, UNLISTED_NAME) as handle:
+                yield report, handle
+        finally:
+            self._registry.settle(generation.digest)
 
     def install_upload(self, name: str, files: UploadFiles, *, load_inplace: bool = False) -> AdapterInfo:
         """Store an uploaded adapter for good and list it.
@@ -319,7 +339,11 @@ class AdapterManager:
                 unpack_upload(files, folder, max_bytes=self._max_upload_bytes)
                 with self._name_locks.hold(name):
                     self._check_free(name, load_inplace)
-                    with about(name), self._read(name, folder, "upload") as content:
+                    with (
+                        about(name),
+                        self._read(name, folder, "upload") as content,
+                        storage_faults("uploads"),
+                    ):
                         entry = self._keep(name, folder, content)
         return self._describe(entry)
 
@@ -355,7 +379,7 @@ class AdapterManager:
             if not self._registry.is_current(target):
                 kind = "path" if target.version is None else "upload"
                 with about(name), self._read(name, target.folder, kind, digest=generation) as content:
-                    entry = new_entry(name, target.source, target.folder, content.generation, target.base_model_name)
+                    entry = new_entry(name, target.source, target.located, content.generation, target.base_model_name)
                     entry.version = target.version
                     if entry.version is not None:
                         self._door.open().catalog.point(name, entry.version)
@@ -404,8 +428,8 @@ class AdapterManager:
         vault, generation = self._door.open(), content.generation
         previous = self._registry.find(name)
         is_pinned = previous is not None and previous.is_pinned
-        version = vault.keep(folder)
-        entry = new_entry(name, f"upload:{name}", vault.path(version), generation, None)
+        version, source = vault.keep(folder), f"upload:{name}"
+        entry = new_entry(name, source, Located(vault.path(version), source), generation)
         entry.version = version
         report = generation.report.to_dict()
         row = CatalogRow(name, version, generation.digest, entry.source, None, report, entry.created, is_pinned)

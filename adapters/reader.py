@@ -6,13 +6,16 @@ Holds who may read from where. Knows nothing of names. Owned by `manager`; runs 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from adapters.errors import AdapterFilesNotFound
 from adapters.folder import is_under
 from adapters.generation import Generation
 from adapters.intake import read_generation
+from adapters.located import Located
 from adapters.surface import ModelSurface
 from adapters.tally import Tally
 
@@ -22,7 +25,8 @@ class Reader:
 
     Args:
         surface: what the model takes.
-        locate: turns what `find` was given into a local folder; may raise `AdapterError`.
+        locate: turns an address that `find` was given into a local folder, fetching it where need be; may raise
+            `AdapterError`. None takes every address as a path.
         allowed_roots: folders that may be read from, None for any.
         own_root: the server's own adapter folder, which may always be read from; None where there is none.
         tally: counts the reads.
@@ -32,26 +36,40 @@ class Reader:
         self,
         surface: ModelSurface,
         *,
-        locate: Callable[[str], Path],
+        locate: Callable[[str], Located] | None,
         allowed_roots: Sequence[Path] | None,
         own_root: Path | None,
         tally: Tally,
     ) -> None:
         self.surface = surface
-        self._locate = locate
+        self._locate = locate or (lambda address: Located(Path(address), address))
         self._allowed_roots = None if allowed_roots is None else list(allowed_roots)
         self._own_root = own_root
         self._tally = tally
 
-    def find(self, path: str | Path) -> Path:
-        """The folder behind what the caller gave. Raises `AdapterFilesNotFound`, which never shows it."""
+    @contextmanager
+    def located(self, path: str | Path | Located) -> Iterator[Located]:
+        """The folder behind what the caller gave; what was fetched is given back at once where the block fails.
+
+        Raises `AdapterFilesNotFound`, which never shows it, and what `locate` raises.
+        """
+        located = self._find(path)
+        try:
+            yield located
+        except BaseException:
+            if located.lease is not None:
+                located.lease.release()
+            raise
+
+    def _find(self, path: str | Path | Located) -> Located:
         if not str(path):
             raise AdapterFilesNotFound("lora_path is empty; give a folder", param="lora_path")
         try:
-            folder = self._locate(str(path)).expanduser()
+            located = path if isinstance(path, Located) else self._locate(str(path))
+            folder = located.folder.expanduser()
             is_allowed = self._allowed_roots is None or is_under(folder, self._allowed_roots)
             if is_allowed and folder.is_dir():
-                return folder.absolute()
+                return replace(located, folder=folder.absolute())
         except (OSError, ValueError, RuntimeError):
             pass
         where = "" if self._allowed_roots is None else " in the folders that adapters may be loaded from"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapters.errors import AdapterError
+from adapters.located import Lease, Located
 from adapters.report import AdapterReport
 
 State = Literal["disk", "cpu", "gpu", "failed"]
@@ -22,6 +23,7 @@ class AdapterInfo:
     Attributes:
         name: what requests call it.
         source: where it came from: the path or id exactly as it was given, or `upload:NAME`.
+        revision: the commit that a hub address was pinned to, or None.
         base_model_name: the base model that its loader named, or None.
         generation: `sha256:…` of what the name points to; None where it failed.
         rank, alpha, target_modules, scale, num_bytes, num_modules, warnings: from the report, else 0 or empty.
@@ -40,6 +42,7 @@ class AdapterInfo:
 
     name: str
     source: str
+    revision: str | None
     base_model_name: str | None
     generation: str | None
     rank: int
@@ -135,6 +138,8 @@ class AdapterEntry:
     folder: Path
     created: float
     lora_int_id: int = 0
+    revision: str | None = None
+    lease: Lease | None = None
     base_model_name: str | None = None
     digest: str | None = None
     report: AdapterReport | None = None
@@ -144,12 +149,18 @@ class AdapterEntry:
     is_pinned: bool = False
     usage: NameUsage = field(default_factory=NameUsage)
 
+    @property
+    def located(self) -> Located:
+        """Where its files are."""
+        return Located(self.folder, self.source, self.revision, self.lease)
+
     def describe(self, state: State, default_for: list[str]) -> AdapterInfo:
         """The public form."""
         report, usage = self.report, self.usage
         return AdapterInfo(
             name=self.name,
             source=self.source,
+            revision=self.revision,
             base_model_name=self.base_model_name,
             generation=self.digest,
             rank=report.rank if report else 0,

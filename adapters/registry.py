@@ -102,7 +102,8 @@ class Registry:
     def settle(self, digest: str) -> None:
         """Let content go that was read but that no name came to point to."""
         with self._lock:
-            self._settle(digest)
+            retired = self._settle(digest)
+        self._tell(retired)
 
     def borrow(self, entry: AdapterEntry) -> GenerationHandle | None:
         """A handle on an entry's content if it is in memory."""

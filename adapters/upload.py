@@ -21,6 +21,7 @@ from typing import IO, Any, BinaryIO
 
 from adapters.errors import UploadRefused, UploadTooLarge
 from adapters.folder import CONFIG_NAME, PICKLE_NAMES, PICKLE_REMEDY
+from adapters.storage import storage_faults
 from adapters.tokenizer_files import TOKENIZER_NAMES
 
 UploadFiles = Mapping[str, "Path | bytes | BinaryIO"]
@@ -42,6 +43,27 @@ _ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 
 
 @dataclass(frozen=True)
+class ProbeReport:
+    """How much an adapter changes the base model's answers to a few fixed prompts.
+
+    Attributes:
+        mean_kl: mean of KL(adapter || base) over positions, in nats; None where nothing was measured.
+        top1_changed: share of positions, 0 to 1, whose likeliest token is another; None likewise.
+        num_tokens: positions compared.
+        verdict: `no effect`, `slight effect`, `effect`, `broken` (its numbers are not finite) or `not measured`.
+    """
+
+    mean_kl: float | None
+    top1_changed: float | None
+    num_tokens: int
+    verdict: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class UploadReport:
     """What an upload holds and whether it could be served; nothing of it was kept.
 
@@ -52,6 +74,7 @@ class UploadReport:
         files: file names that would be stored.
         ignored: file names that would not.
         report: `AdapterReport.to_dict()` where it is ok.
+        probe: what it changes, where it is ok and could be tried.
     """
 
     is_ok: bool
@@ -60,6 +83,7 @@ class UploadReport:
     files: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     report: dict[str, Any] | None = None
+    probe: ProbeReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -77,11 +101,12 @@ class Unpacked:
 def unpack_upload(files: UploadFiles, target: Path, *, max_bytes: int) -> Unpacked:
     """Write an upload's adapter files into `target`, an empty folder.
 
-    Raises `UploadTooLarge` over a limit and `UploadRefused` for everything else; `target` may then hold some files.
+    Raises `UploadTooLarge` over a limit, `StorageFull` where the disk is full, and `UploadRefused` for everything else;
+    `target` may then hold some files.
     """
     if not files:
         raise UploadRefused(f"the upload is empty; send a zip, or {CONFIG_NAME} and adapter_model.safetensors")
-    with ExitStack() as stack:
+    with storage_faults("uploads"), ExitStack() as stack:
         opened = {name: _open(source, stack) for name, source in files.items()}
         zips = [name for name, file in opened.items() if _is_zip(file)]
         budget = _Budget(max_bytes)
@@ -130,8 +155,12 @@ def _is_zip(file: BinaryIO) -> bool:
 def _copy_loose(opened: Mapping[str, BinaryIO], target: Path, budget: _Budget) -> Unpacked:
     if len(opened) > MAX_ENTRIES:
         raise UploadTooLarge(f"the upload has {len(opened)} files, over the limit of {MAX_ENTRIES}")
+    seen: set[str] = set()
     for name in opened:
         _check_name(name)
+        if name.lower() in seen:
+            raise UploadRefused(f"the upload holds {_shown(name)} twice, in different letters; send it once")
+        seen.add(name.lower())
     names = {name: name for name in opened if not _is_hidden(name)}
     members = _choose(names)
     for name, leaf in members.items():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from adapters.catalog import Catalog, CatalogRow
 from adapters.errors import AdapterStoreFault
+from adapters.storage import storage_faults
 
 try:
     import fcntl
@@ -142,7 +143,8 @@ class VaultDoor:
                 yield Path(folder)
             return
         vault = self.open()
-        incoming = vault.new_folder()
+        with storage_faults("uploads"):
+            incoming = vault.new_folder()
         try:
             yield incoming
         finally:

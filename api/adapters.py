@@ -5,13 +5,17 @@ The texts of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` are vLLM's. C
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.datastructures import FormData
 
 from adapters.errors import AdapterNotFound
+from adapters.storage import storage_faults
 from api.auth import require_admin
 from api.body import json_body, service_of
 from api.forms import Form
@@ -84,7 +88,7 @@ _UPLOAD_FORM = multipart_request({"files": "file"}, {"name": "string", "dry_run"
 async def upload_adapter(request: Request) -> Response:
     """Check an uploaded zip, or an adapter's files; store and list it unless dry_run."""
     service = service_of(request)
-    async with request.form(max_files=MAX_FILES, max_fields=64) as data:
+    async with _spooled(request) as data:
         form = Form(data)
         form.check_fields(_UPLOAD_FIELDS | _FILE_FIELDS, {})
         uploads = form.files(_FILE_FIELDS)
@@ -107,16 +111,30 @@ async def upload_adapter(request: Request) -> Response:
             info = await service.install_upload(
                 form.required_text("name"), files, load_inplace=form.switch("load_inplace")
             )
+    probe = await service.probe_adapter(info.name)
     found = {"is_ok": True, "errors": [], "code": None, "report": info.report}
+    found["probe"] = None if probe is None else probe.to_dict()
     return JSONResponse({**found, "dry_run": False, "adapter": adapter_json(info)})
+
+
+@asynccontextmanager
+async def _spooled(request: Request) -> AsyncIterator[FormData]:
+    """The form, its files on disk. Raises `StorageFull` where they find no room."""
+    with storage_faults("uploads"):
+        data = await request.form(max_files=MAX_FILES, max_fields=64)
+    try:
+        yield data
+    finally:
+        await data.close()
 
 
 @router.get("/v1/adapters")
 async def list_adapters(request: Request) -> dict[str, Any]:
-    """Every adapter with where it lies, its size, and how it is used; and what all of them take."""
+    """Every adapter with where it lies, its size, and how it is used; what all of them take; and the downloads under way."""
     service = service_of(request)
     adapters = [adapter_json(info) for info in await service.list_adapters()]
-    return {"object": "list", "data": adapters, "stats": stats_json(service.stats())}
+    downloads = [download.to_dict() for download in service.downloads()]
+    return {"object": "list", "data": adapters, "stats": stats_json(service.stats()), "downloads": downloads}
 
 
 @router.get("/v1/adapters/{name:path}")
@@ -159,6 +177,7 @@ def adapter_json(info: AdapterInfo) -> dict[str, Any]:
         "object": "adapter",
         "name": info.name,
         "root": info.source,
+        "revision": info.revision,
         "parent": info.base_model_name,
         "lora_int_id": info.lora_int_id,
         "generation": info.generation,

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
+from adapters.errors import InvalidSource
 from api.settings import ConfigFault, ServerSettings, environment_values
 from engine.config import EngineConfig, LoRAModule, add_flags, flag_name, json_object
 
@@ -172,7 +173,7 @@ def _legacy_warnings(given: dict[str, Any]) -> list[str]:
 
 def _engine_config(values: dict[str, Any]) -> EngineConfig:
     if not values.get("enable_lora", True):
-        for name in ("lora_modules", "default_mm_loras"):
+        for name in ("lora_modules", "default_mm_loras", "lora_resolver"):
             if values.get(name):
                 raise ConfigFault(f"--no-enable-lora contradicts --{name.replace('_', '-')}; drop one of them.")
     config = EngineConfig(**values)
@@ -196,6 +197,7 @@ def _check(config: EngineConfig) -> None:
             f"--gpu-memory-utilization is {config.gpu_memory_utilization}, but must be above 0 and at most 1."
         )
     _check_names(config)
+    _check_resolvers(config)
     for modality, most in config.limit_mm_per_prompt.items():
         if isinstance(most, bool) or not isinstance(most, int) or most < 0:
             raise ConfigFault(f"--limit-mm-per-prompt: {modality!r} is {most!r}, but must be a count, 0 or more.")
@@ -204,6 +206,17 @@ def _check(config: EngineConfig) -> None:
             raise ConfigFault(
                 f"--default-mm-loras: {modality!r} is {adapter!r}, but must be an adapter's name or path."
             )
+
+
+def _check_resolvers(config: EngineConfig) -> None:
+    if config.lora_resolver:
+        from adapters.resolvers import check_spec
+
+        for spec in config.lora_resolver:
+            try:
+                check_spec(spec)
+            except InvalidSource as error:
+                raise ConfigFault(error.message, param="lora_resolver") from None
 
 
 def _check_names(config: EngineConfig) -> None:

@@ -64,8 +64,8 @@ def envelope(error: AppError) -> dict[str, Any]:
 def error_response(error: AppError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """An error as an HTTP answer."""
     extra = dict(headers or {})
-    if error.status == 429:
-        extra.setdefault("Retry-After", "1")
+    if error.retry_after is not None or error.status == 429:
+        extra.setdefault("Retry-After", str(error.retry_after or 1))
     if error.status == 401:
         extra.setdefault("WWW-Authenticate", 'Basic realm="Switchboard", charset="UTF-8"')
     return JSONResponse(envelope(error), status_code=error.status, headers=extra)

@@ -20,13 +20,14 @@ from api.logprobs import TokenTexts
 from api.settings import ServerSettings
 from api.turns import KeyedTurns
 from engine.config import EMBEDDED_MODEL
-from engine.errors import InvalidRequest, ModelNotFound, Overloaded
+from engine.errors import AppError, InvalidRequest, ModelNotFound, Overloaded
 from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPrompt, TokenPrompt
 
 if TYPE_CHECKING:
     from adapters.manager import AdapterManager
     from adapters.records import AdapterInfo, VersionInfo
-    from adapters.upload import UploadReport
+    from adapters.resolvers import DownloadInfo
+    from adapters.upload import ProbeReport, UploadReport
     from engine.answer import Answer
     from engine.engine import Engine, EngineStats
 
@@ -122,10 +123,16 @@ class Service:
         self.check_token_ids(sampling.stop_token_ids, "stop_token_ids")
         if isinstance(prompt, TokenPrompt):
             self.check_token_ids(prompt.token_ids, "prompt")
+        self._num_starting += n
+        try:
+            # May wait for a source of adapters: a client who leaves meanwhile leaves nothing behind.
+            await self.engine.find_adapters(model, lora)
+        except BaseException:
+            self._has_started(n)
+            raise
         starting = asyncio.ensure_future(
             self.engine.start(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
         )
-        self._num_starting += n
         starting.add_done_callback(lambda _: self._has_started(n))
         try:
             return await asyncio.shield(starting)
@@ -227,6 +234,10 @@ class Service:
             name, self.adapters.load, name, path, load_inplace=load_inplace, base_model_name=base_model_name
         )
 
+    def downloads(self) -> list[DownloadInfo]:
+        """Adapters that are being downloaded now."""
+        return self.engine.sources.downloads.list()
+
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away; answers under way end on it. Raises `AdapterNotFound`."""
         self.require_updates()
@@ -260,8 +271,15 @@ class Service:
         return await self._manage(self.adapters.versions, name)
 
     async def inspect_upload(self, files: UploadFiles) -> UploadReport:
-        """Check an upload and keep nothing of it."""
-        return await asyncio.get_running_loop().run_in_executor(self._load_pool, self.adapters.inspect_upload, files)
+        """Check an upload, try it out, and keep nothing of it."""
+        return await asyncio.get_running_loop().run_in_executor(self._load_pool, self.engine.inspect_upload, files)
+
+    async def probe_adapter(self, name: str) -> ProbeReport | None:
+        """How much an adapter changes the base model's answers; None where it cannot be tried any more."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._load_pool, self.engine.probe, name)
+        except AppError:
+            return None
 
     async def install_upload(self, name: str, files: UploadFiles, *, load_inplace: bool = False) -> AdapterInfo:
         """Store an uploaded adapter and list it; it is there again after a restart. Raises `AppError`."""

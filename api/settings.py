@@ -22,6 +22,10 @@ ENVIRONMENT_ALIASES = {
     "api_key": "VLLM_API_KEY",
     "allow_runtime_lora_updating": "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
 }
+# The same for settings that take several items, each variable with what its text needs in front to be one.
+ENVIRONMENT_ITEMS = {
+    "lora_resolver": (("VLLM_LORA_RESOLVER_CACHE_DIR", "local:"), ("VLLM_LORA_RESOLVER_HF_REPO_LIST", "hub:")),
+}
 
 
 class ConfigFault(AppError):
@@ -146,6 +150,10 @@ def environment_values(
                 values[row.name] = parse(environ[name])
             except (ValueError, ArgumentTypeError) as error:
                 raise ConfigFault(f"the environment variable {name} is wrong: {error}.", param=row.name) from error
+            continue
+        items = [prefix + environ[name] for name, prefix in ENVIRONMENT_ITEMS.get(row.name, ()) if environ.get(name)]
+        if items:
+            values[row.name] = items
     return values
 
 

@@ -9,18 +9,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from adapters.resolvers import LoRAResolver, LoRAResolverRegistry
     from engine.config import EngineConfig
     from engine.engine import Engine
     from engine.llm import LLM
     from engine.request import LoRARequest, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "Engine", "EngineConfig", "LoRARequest", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "Engine",
+    "EngineConfig",
+    "LoRARequest",
+    "LoRAResolver",
+    "LoRAResolverRegistry",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 _HOMES = {
     "LLM": "engine.llm",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "LoRARequest": "engine.request",
+    "LoRAResolver": "adapters.resolvers",
+    "LoRAResolverRegistry": "adapters.resolvers",
     "RequestOutput": "engine.request",
     "SamplingParams": "engine.request",
 }

@@ -116,6 +116,12 @@ class EngineConfig:
         [], "serve LoRA on these module suffixes only; adapters that touch others are refused", nargs="+",
         metavar="SUFFIX", shown_default="all supported",
     )  # fmt: skip
+    lora_resolver: list[str] = setting(
+        [],
+        "where adapters are looked for that requests name and nobody loaded, in this order: local:DIR, "
+        "hub:OWNER/REPO[,OWNER/REPO], s3://BUCKET/PREFIX, package.module:Class",
+        nargs="+", metavar="SPEC", shown_default="none",
+    )  # fmt: skip
     default_mm_loras: Mapping[str, str] | None = setting(
         None, "modality to adapter (name, path or id), applied by itself when a prompt holds that modality",
         parse=json_object, metavar="JSON", shown_default='{"audio": "speech"} with the embedded model',

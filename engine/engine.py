@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from adapters.generation import GenerationHandle
-from adapters.hub import locate_adapter
 from adapters.manager import AdapterInfo, AdapterManager, ManagerStats
 from adapters.slots import SlotPool
+from adapters.upload import ProbeReport, UploadFiles, UploadReport
 from engine.adapter_text import AdapterTexts, TextSide, base_text
 from engine.added_tokens import SlotMetadata
 from engine.answer import Answer
@@ -30,12 +30,14 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig, LoRAModule
 from engine.encoder_cache import EncoderCache
 from engine.errors import AppError, EngineClosed, InvalidRequest
+from engine.finder import AdapterFinder, make_sources
 from engine.flight import FlightTokens
 from engine.graphs import DecodeGraphs
 from engine.intake import Intake, Limits, RoutedPrompt, explain_missing
 from engine.loop import EngineLoop
 from engine.lora_layers import LoraBuffers
 from engine.model import load_model
+from engine.probe import PROBE_TIMEOUT_S, Prober, probe_prompts
 from engine.request import AudioPart, ChatPrompt, Delta, Message, Prompt, SamplingParams, TextPart
 from engine.routing import RESERVED_NAMES
 from engine.runner import Runner
@@ -107,6 +109,7 @@ class Engine:
         config: the settings, with what follows from the embedded model filled in.
         model_names: names of the base model; the first is canonical.
         adapters: the adapter manager.
+        sources: where adapters come from.
         tokenizer: the model's tokenizer.
         modalities: media that the model takes.
         max_model_len: prompt and answer, in tokens.
@@ -142,9 +145,11 @@ class Engine:
         self._encoder_cache = EncoderCache(config.encoder_cache_mb * 2**20)
         self.lora_bytes = 0
         self._slots: SlotPool | None = None
+        self.sources = make_sources(config, self.base.name, self._adapter_dir)
         has_kernels = HAS_TRITON and self.base.kv_shape.head_dim <= MAX_HEAD_DIM
         has_graphs = self.base.device.type == "cuda" and has_kernels and not config.enforce_eager
         self.adapters = self._make_adapters(lora_metadata, has_graphs=has_graphs)
+        self._finder = AdapterFinder(self.sources, self.adapters, self.model_names)
         self._scheduler = Scheduler(
             BlockPool(cache.num_blocks, enable_prefix_caching=config.enable_prefix_caching),
             self._slots,
@@ -189,6 +194,13 @@ class Engine:
                 max_media_bytes=config.max_upload_mb * 2**20,
             ),
         )
+        self._prober = Prober(
+            self._loop.submit,
+            lambda prompt: self._intake.build_only(prompt, self._texts.base),
+            probe_prompts(self.base.architecture, has_template=bool(chat_template)),
+            max_model_len=self.max_model_len,
+            num_bytes=self.base.dtype.itemsize,
+        )
         # Threads of its own, for decoding and prompts; nobody waits for an adapter on them.
         self._intake_threads = ThreadPoolExecutor(_NUM_INTAKE_THREADS, thread_name_prefix="intake")
         try:
@@ -217,6 +229,7 @@ class Engine:
     ) -> list[Answer]:
         """Like `start_sync`, with the blocking part on a worker thread."""
         self._check_open()
+        await self.find_adapters(model, lora)
         route = functools.partial(self._intake.route, prompt, sampling, model=model, lora=lora, n=n)
         routed = await asyncio.wrap_future(self._on_intake_thread(route))
         handle = await self._claim(routed)
@@ -259,7 +272,7 @@ class Engine:
         request_id: str | None = None,
         n: int = 1,
     ) -> list[Answer]:
-        """Decode, route, load the adapter, build the prompt and queue n answers.
+        """Find the adapter where it is not known yet, decode, route, load it, build the prompt and queue n answers.
 
         Args:
             prompt: messages, text or token ids.
@@ -273,6 +286,7 @@ class Engine:
             AppError: the request cannot be served as asked.
         """
         self._check_open()
+        self._finder.find_sync(model, lora)
         routed = self._intake.route(prompt, sampling, model=model, lora=lora, n=n)
         future = self._intake.acquire(routed)
         try:
@@ -332,6 +346,40 @@ class Engine:
 
         if not self._loop.call(fill):
             handle.release()
+
+    def probe(self, target: str | GenerationHandle, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeReport:
+        """How much an adapter changes the base model's answers; a name, or content that need not have one. Blocking.
+
+        Takes `timeout_s` seconds at most, and one place in the batch.
+
+        Raises:
+            AppError: there is no such adapter, or it cannot be read.
+        """
+        if isinstance(target, GenerationHandle):
+            return self._prober.measure(target, timeout_s)
+        with self.adapters.borrow(target) as handle:
+            return self._prober.measure(handle, timeout_s)
+
+    def inspect_upload(self, files: UploadFiles) -> UploadReport:
+        """Judge an upload, try it out where it is good, and keep nothing of it. Blocking.
+
+        Raises:
+            AppError: the upload cannot be judged now; what is wrong with it is in the report.
+        """
+        with self.adapters.examine_upload(files) as (report, handle):
+            if handle is None or self._slots is None:
+                return report
+            return dataclasses.replace(report, probe=self.probe(handle))
+
+    async def find_adapters(self, *names: str | None) -> None:
+        """Have adapters listed that a request names and a source of `--lora-resolver` knows; unknown names are left.
+
+        Holds no thread, and may be cancelled.
+
+        Raises:
+            AppError: a source has the adapter but it is refused, or a source cannot be asked now.
+        """
+        await self._finder.find(*names)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -438,10 +486,12 @@ class Engine:
         self._scheduler.check_integrity()
         self._encoder_cache.check_integrity()
         self.adapters.check_integrity()
+        self._finder.check_integrity()
 
     def close(self, drain_s: float = 5.0) -> None:
         """Let answers under way end for `drain_s` seconds, cut off the rest, and stop."""
         self._is_closed = True
+        self._finder.close()
         self._finalizer.detach()
         self._intake_threads.shutdown(wait=False)
         _shut_down(self._loop, self.adapters, drain_s)
@@ -467,6 +517,10 @@ class Engine:
             for part, max_tokens in tokens.items()
         }
 
+    @property
+    def _adapter_dir(self) -> Path:
+        return Path(self.config.adapter_dir) if self.config.adapter_dir else user_data_dir()
+
     def _make_adapters(self, lora_metadata: dict[str, LoraMetadata], *, has_graphs: bool) -> AdapterManager:
         """The manager and, where adapters are on, the LoRA rows; what CUDA graphs read must be there before they are."""
         config = self.config
@@ -491,13 +545,13 @@ class Engine:
             self._slots = SlotPool(config.max_loras, SlotWriters([buffers, *extras]))
         adapters = AdapterManager(
             surface,
-            adapter_dir=Path(config.adapter_dir) if config.adapter_dir else user_data_dir(),
+            adapter_dir=self._adapter_dir,
             max_cpu_loras=config.max_cpu_loras,
             max_cpu_bytes=None if config.max_cpu_lora_mb is None else config.max_cpu_lora_mb * 2**20,
             on_retire=_weakly(self._retire),
             reserved_names={*self.model_names, *RESERVED_NAMES},
             max_upload_bytes=config.max_upload_mb * 2**20,
-            locate=locate_adapter,
+            locate=self.sources.locate,
         )
         slots = self._slots
         adapters.residency = lambda digest: slots is not None and slots.lookup(digest) is not None

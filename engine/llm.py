@@ -3,7 +3,7 @@
     from engine import LLM, SamplingParams, LoRARequest
 
 Goes through the same intake, routing and engine thread as the server. Adapters given as `LoRARequest` are loaded from
-their path at first use and kept.
+their path (a folder, a hub id, an `s3://` address) at first use and kept.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class LLM:
                 answer.abort()
 
     def _ensure_loaded(self, lora: LoRARequest) -> None:
-        if not self.engine.adapters.contains(lora.lora_name):
+        """One without a path is left to the sources of `lora_resolver`."""
+        if lora.lora_path and not self.engine.adapters.contains(lora.lora_name):
             self.engine.adapters.load(lora.lora_name, lora.lora_path)
 
     def _collect(self, prompt: Prompt, answer: Answer, lora: LoRARequest | None) -> RequestOutput:

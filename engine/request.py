@@ -146,7 +146,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter for the offline API, in vLLM's argument order: a name, a caller's id (not used), and a path."""
+    """An adapter for the offline API, in vLLM's argument order: a name, a caller's id (not used), and a path.
+
+    Without a path the name must be loaded already, or known to a source of `lora_resolver`.
+    """
 
     lora_name: str
     lora_int_id: int = 1

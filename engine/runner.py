@@ -84,6 +84,9 @@ class Runner:
         graph_size = None if graphs is None else graphs.size_for(plan)
         batch = build_batch(plan, self._block_size, graph_size)
         logits = self._forward(plan, batch) if graphs is None or graph_size is None else graphs.run(batch)
+        for row, item in enumerate(batch.sampled):
+            if item.state.request.on_logits is not None:
+                item.state.request.on_logits(logits[row])
         choice = self._sampler.choose(logits, [item.state.sampler_row for item in batch.sampled])
         self._flight_tokens.keep(choice.token_ids)
         return LaunchedStep(batch.sampled, choice)

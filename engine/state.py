@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,8 @@ class EngineRequest:
         max_tokens: tokens to generate at most; P + max_tokens fits the context.
         eos_token_ids: tokens that end the answer (unless `sampling.ignore_eos`).
         handle: the adapter's generation, held until the request ends; None for the base model.
+        on_logits: called on the engine thread with the logits [V] float32 of each token that is sampled, which it must
+            copy; it must be quick and never raise. None for users' requests.
         receipt: without queue time and cached tokens, which are not known yet.
         text: the tokenizer that made the prompt, with what decodes the answer; None for the loop's own.
     """
@@ -78,6 +81,7 @@ class EngineRequest:
     handle: GenerationHandle | None
     receipt: Receipt
     text: TextSide | None = None
+    on_logits: Callable[[torch.Tensor], None] | None = None
 
     @property
     def generation_digest(self) -> str | None:

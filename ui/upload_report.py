@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ui.text import Texts
 
 if TYPE_CHECKING:
-    from adapters.upload import UploadReport
+    from adapters.upload import ProbeReport, UploadReport
 
 Verdict = Literal["passed", "warning", "failed"]
 
@@ -138,6 +138,8 @@ def report_lines(text: Texts, parcel: Parcel) -> list[tuple[Verdict, str]]:
         lines.append(("passed", text("report.files", files=", ".join(report.files))))
     if report.report is not None:
         lines += _fact_lines(text, report.report)
+    if report.probe is not None:
+        lines.append(_probe_line(text, report.probe))
     if report.ignored:
         lines.append(("warning", text("report.ignored", files=", ".join(report.ignored))))
     return lines + [("failed", _sentence(error)) for error in report.errors]
@@ -159,6 +161,17 @@ def _fact_lines(text: Texts, facts: dict[str, Any]) -> list[tuple[Verdict, str]]
     if facts["is_zero_effect"]:
         lines.append(("warning", text("report.zero")))
     return lines + [("warning", _sentence(warning)) for warning in facts["warnings"]]
+
+
+def _probe_line(text: Texts, probe: ProbeReport) -> tuple[Verdict, str]:
+    """What trying the adapter out showed."""
+    if probe.mean_kl is None or probe.top1_changed is None:
+        return "warning", text("report.probe.broken" if probe.verdict == "broken" else "report.probe.not_measured")
+    if probe.verdict == "no effect":
+        return "warning", text("report.probe.none", count=probe.num_tokens)
+    share, kl = f"{probe.top1_changed:.0%}", f"{probe.mean_kl:.2g}"
+    phrase = "report.probe.slight" if probe.verdict == "slight effect" else "report.probe.effect"
+    return "passed", text(phrase, share=share, kl=kl, count=probe.num_tokens)
 
 
 def _counted(counts: dict[str, int]) -> str:

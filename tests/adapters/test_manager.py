@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,7 +25,9 @@ from adapters.errors import (
     AdapterStoreFault,
     DefaultStaysPinned,
     InvalidAdapterName,
+    StorageFull,
 )
+from adapters.located import Lease, Located
 from adapters.manager import AdapterManager
 from adapters.surface import ModelSurface
 from tests.adapters.world import edit, save_peft, surface_of
@@ -280,8 +284,9 @@ def test_paths_outside_the_allowed_roots_are_as_if_not_there(make: Make, referen
 
 
 def test_ids_go_through_the_function_that_fetches_them(make: Make, reference: Path) -> None:
-    manager = make(locate=lambda source: {"org/adapter": reference}[source])
-    assert manager.load("sql", "org/adapter").source == "org/adapter"
+    manager = make(locate=lambda source: Located({"org/adapter": reference}[source], source, "c0ffee"))
+    info = manager.load("sql", "org/adapter")
+    assert (info.source, info.revision) == ("org/adapter", "c0ffee")
 
 
 def test_an_upload_is_stored_and_comes_back_after_a_restart(make: Make, reference: Path, tmp_path: Path) -> None:
@@ -627,3 +632,38 @@ def test_only_requests_count_as_requests(make: Make, reference: Path) -> None:
     manager.acquire("a").release()
     assert manager.get("a").num_requests == 1
     assert manager.get("a").last_used is not None
+
+
+def test_files_that_were_fetched_are_given_back_when_the_name_goes_or_the_load_fails(
+    make: Callable[..., AdapterManager], reference: Path, tmp_path: Path
+) -> None:
+    given_back: list[str] = []
+    manager = make()
+    for name in ("a", "b"):
+        manager.load(name, Located(reference, name, lease=Lease(lambda name=name: given_back.append(name))))  # type: ignore[misc]
+    manager.unload("a")
+    assert given_back == ["a"]
+    with pytest.raises(AdapterFilesNotFound):
+        manager.load("c", Located(tmp_path, "c", lease=Lease(lambda: given_back.append("c"))))
+    assert given_back == ["a", "c"]
+    with manager.acquire("b"):
+        manager.unload("b")
+    assert given_back == ["a", "c", "b"]
+
+
+def test_an_upload_that_the_disk_has_no_room_for_leaves_nothing(
+    make: Callable[..., AdapterManager], reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make()
+
+    def no_room(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_room)
+        with pytest.raises(StorageFull) as caught:
+            manager.install_upload("x", upload_of(reference))
+    assert caught.value.status == 507 and manager.names() == [] and manager.stats().num_cpu == 0
+    (root,) = [path.parent for path in tmp_path.rglob("incoming")]
+    assert [*(root / "incoming").iterdir(), *(root / "adapters").iterdir()] == []
+    assert manager.install_upload("x", upload_of(reference)).is_stored

@@ -204,7 +204,7 @@ def test_a_catalogue_of_the_first_format_goes_on_and_still_notices_changes(
     first = manager()
     new = first.install_upload("sql", files).generation
     assert new != old
-    first._open_vault().catalog._db.execute("UPDATE versions SET digest = ?", (old,))
+    first._door.open().catalog._db.execute("UPDATE versions SET digest = ?", (old,))
     first.close()
 
     second = manager()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import random
 import stat
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from adapters import upload
-from adapters.errors import AdapterError, UploadRefused, UploadTooLarge
+from adapters.errors import AdapterError, StorageFull, UploadRefused, UploadTooLarge
 from adapters.upload import unpack_upload
 
 MIB = 1 << 20
@@ -204,6 +205,7 @@ def test_a_huge_table_of_contents_is_refused_before_it_is_read(tmp_path: Path, m
         (GOOD | {"x.zip": zip_of(GOOD)}, "a zip among other files"),
         (GOOD | {"../x.safetensors": b"x"}, "lead out of its folder"),
         (GOOD | {"/etc/x.safetensors": b"x"}, "lead out of its folder"),
+        (GOOD | {"Adapter_Model.safetensors": b"x"}, "twice, in different letters"),
         (in_folder("a") | in_folder("b"), "holds 2 adapters"),
         ({"adapter_model.safetensors": b"x"}, "no adapter_config.json"),
         ({"adapter_config.json": CONFIG, "adapter_model.bin": b"x"}, "never opened"),
@@ -233,3 +235,18 @@ def test_an_unusual_compression_is_refused(tmp_path: Path) -> None:
             archive.writestr(name, content)
     with pytest.raises(UploadRefused, match="unusual compression"):
         unpack({"x.zip": buffer.getvalue()}, tmp_path / "target")
+
+
+class FullDisk(io.BytesIO):
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "/secret/path")
+
+
+@pytest.mark.parametrize("files", [{"x.zip": zip_of(GOOD)}, GOOD])
+def test_a_full_disk_is_a_507_that_blames_nobody(
+    files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "open", lambda *_: FullDisk(), raising=False)
+    with pytest.raises(StorageFull, match="the disk is full") as caught:
+        unpack(files, tmp_path / "target")
+    assert caught.value.status == 507 and "secret" not in caught.value.message

@@ -153,6 +153,8 @@ def test_a_dry_run_reports_and_keeps_nothing(http: httpx.Client, adapter_folder:
     good = http.post("/v1/adapters", data={"dry_run": "true"}, files={"file": ("a.zip", zipped(adapter_folder))})
     assert good.status_code == 200, good.text
     assert (good.json()["is_ok"], good.json()["dry_run"], good.json()["report"]["rank"]) == (True, True, 4)
+    probe = good.json()["probe"]
+    assert (probe["verdict"], probe["mean_kl"] > 0.01, probe["num_tokens"]) == ("effect", True, 16)
     bad = http.post("/v1/adapters", data={"dry_run": "true"}, files={"file": ("a.zip", b"PK\x03\x04 no zip")})
     assert (bad.status_code, bad.json()["is_ok"]) == (200, False)
     assert bad.json()["errors"]
@@ -168,6 +170,7 @@ def test_an_upload_is_stored_listed_used_pinned_and_deleted(
     answer = http.post("/v1/adapters", data={"name": "up"}, files=files)
     assert answer.status_code == 200, answer.text
     assert answer.json()["adapter"]["name"] == "up" and answer.json()["is_ok"] is True
+    assert answer.json()["probe"]["verdict"] == "effect"
     assert client.chat.completions.create(model="up", messages=HI, max_tokens=1).to_dict()["lora"]["name"] == "up"  # type: ignore[index]
     shown = http.get("/v1/adapters/up").json()
     assert (shown["is_stored"], shown["pinned"], shown["num_requests"]) == (True, False, 1)

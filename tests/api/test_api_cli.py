@@ -66,6 +66,15 @@ def test_lora_modules_take_several_items_and_may_be_repeated() -> None:
     assert parse_command_line([], in_environment).engine.lora_modules == [PIRATE]
 
 
+def test_resolvers_keep_their_order_and_the_known_variables_stand_for_items_of_the_flag() -> None:
+    environ = {"VLLM_LORA_RESOLVER_HF_REPO_LIST": "a/b,c/d", "VLLM_LORA_RESOLVER_CACHE_DIR": "/loras"}
+    assert parse_command_line([], environ).engine.lora_resolver == ["local:/loras", "hub:a/b,c/d"]
+    words = ["--lora-resolver", "s3://bucket/x", "local:/y"]
+    assert parse_command_line(words, environ).engine.lora_resolver == ["s3://bucket/x", "local:/y"]
+    own = environ | {"SWITCHBOARD_LORA_RESOLVER": "local:/z m:C"}
+    assert parse_command_line([], own).engine.lora_resolver == ["local:/z", "m:C"]
+
+
 def test_words_win_over_the_environment() -> None:
     environ = {"SWITCHBOARD_PORT": "7001", "SWITCHBOARD_MAX_LORAS": "2", "SWITCHBOARD_API_KEY": "k"}
     command = parse_command_line(["--port", "7002"], environ)
@@ -106,7 +115,9 @@ def test_old_flags_without_effect_are_accepted_with_a_warning() -> None:
         (["--limit-mm-per-prompt", '{"audio": "x"}'], "--limit-mm-per-prompt"),
         (["--lora-extra-vocab-size", "-1"], "--lora-extra-vocab-size"),
         (["--no-enable-tower-connector-lora"], "--no-enable-tower-connector-lora"),
-        (["--lora-resolver", "local:/a"], "unknown flag --lora-resolver"),
+        (["--lora-resolvers", "local:/a"], "unknown flag --lora-resolvers; did you mean --lora-resolver?"),
+        (["--lora-resolver", "local:"], "--lora-resolver local:: not understood; write local:DIR"),
+        (["--no-enable-lora", "--lora-resolver", "local:/a"], "--no-enable-lora contradicts --lora-resolver"),
         (["--no-enable-lora", "--lora-modules", "a=/a"], "contradicts"),
         (["--no-enable-lora", "--default-mm-loras", '{"audio": "a"}'], "contradicts"),
         (["--lora-modules", "a=/a", "a=/b"], "twice"),

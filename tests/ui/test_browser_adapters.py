@@ -80,12 +80,14 @@ def test_a_dropped_zip_is_checked_named_installed_used_and_deleted(tab: Adapters
     card = tab.cards.first
     expect(card).to_contain_text("Ready to install")
     expect(card).to_contain_text("42 of 42 tensor pairs matched")
+    expect(card).to_contain_text("Tried out: it changes")
     expect(card.get_by_role("textbox", name="Name")).to_have_value(name)
     assert not live.engine.adapters.contains(name)
 
     card.get_by_role("button", name="Install").click()
     expect(tab.toasts.last).to_contain_text(f"{name} is installed")
-    expect(tab.row(name)).to_contain_text("in memory")
+    # The same content as a listed adapter's, which trying it out has put into a row of the batch.
+    expect(tab.row(name)).to_contain_text("in batch slot")
     assert live.engine.adapters.get(name).is_stored
 
     page.get_by_role("tab", name="Chat").click()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adapters.report import AdapterReport
-from adapters.upload import UploadReport
+from adapters.upload import ProbeReport, UploadReport
 from ui.text import Texts
 from ui.upload_report import Parcel, adapter_name, make_parcels, report_html, report_lines
 
@@ -82,6 +82,21 @@ def test_mixed_ranks_doubts_and_faults_are_told() -> None:
         ("failed", "Rank 512 is over the limit of 64; start with --max-lora-rank 512.")
     ]
     assert not refused.is_ready
+
+
+@pytest.mark.parametrize(
+    ("probe", "verdict", "said"),
+    [
+        (ProbeReport(0.4257, 0.25, 16, "effect"), "passed", "in 25% of 16 places (mean KL 0.43)"),
+        (ProbeReport(0.0042, 0.0, 16, "slight effect"), "passed", "it changes little, 0% of 16"),
+        (ProbeReport(0.0, 0.0, 16, "no effect"), "warning", "no effect"),
+        (ProbeReport(None, None, 3, "broken"), "warning", "its numbers are broken"),
+        (ProbeReport(None, None, 0, "not measured"), "warning", "Its effect is unknown"),
+    ],
+)
+def test_what_trying_an_adapter_out_showed_is_told(probe: ProbeReport, verdict: str, said: str) -> None:
+    lines = report_lines(TEXT, parcel(UploadReport(True, report=facts(), probe=probe)))
+    assert [each for each, words in lines if said in words] == [verdict]
 
 
 def test_a_name_that_is_taken_is_said_before_anything_is_pressed() -> None:
