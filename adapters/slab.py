@@ -126,6 +126,11 @@ def _reading_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(MAX_THREADS, num_cores), thread_name_prefix="adapter-read")
 
 
+if hasattr(os, "register_at_fork"):
+    # A forked child has none of its parent's threads: it starts its own.
+    os.register_at_fork(after_in_child=_reading_threads.cache_clear)
+
+
 def _share(function: Callable[[_Item], None], items: Iterable[_Item], max_threads: int) -> None:
     """Call `function` for all items, on several threads; the first fault is raised after all have ended."""
     todo = deque(items)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import shutil
 import weakref
 from dataclasses import replace
@@ -20,7 +21,7 @@ from adapters.folder import AdapterFolder
 from adapters.intake import read_generation
 from adapters.manager import AdapterManager
 from adapters.plan import plan_adapter
-from adapters.slab import Half, read_slab
+from adapters.slab import Half, _reading_threads, read_slab
 from adapters.surface import ModelSurface
 from adapters.weights import read_adapter
 from tests.adapters.world import edit
@@ -222,3 +223,16 @@ def test_a_catalogue_of_the_first_format_goes_on_and_still_notices_changes(
     with pytest.raises(AdapterRefused, match="changed after it was loaded"):
         third.acquire("sql")
     third.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_reads_with_threads_of_its_own() -> None:
+    before = _reading_threads().submit(int)
+    assert before.result(5) == 0
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(_reading_threads().submit(int, "7").result(5))
+        except BaseException:  # noqa: BLE001 - the child must not go on with the parent's tests
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
