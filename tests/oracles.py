@@ -140,8 +140,8 @@ def make_adapter(
 ) -> Path:
     """Save a PEFT adapter with random, strong weights; returns its folder.
 
-    Magnitudes (DoRA), biases and rows of single tokens are random too. `init_lora_weights` stays true, so that a loader
-    that fails does not recreate the same random weights by chance.
+    Magnitudes (DoRA), biases and rows of single tokens are random too; `modules_to_save` stay copies.
+    `init_lora_weights` stays true, so that a loader that fails does not recreate the same random weights by chance.
     """
     model = getattr(transformers, architecture).from_pretrained(model_folder)
     target_modules = targets if isinstance(targets, str) else list(targets)
@@ -153,7 +153,7 @@ def make_adapter(
                 parameter.mul_(1 + 0.5 * torch.rand(parameter.shape, generator=generator))
             elif any(part in name for part in ("lora_A", "lora_B", "lora_embedding_")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            elif parameter.requires_grad:  # biases and rows of single tokens
+            elif parameter.requires_grad and "modules_to_save" not in name:  # biases and rows of single tokens
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.7)
     peft.save_pretrained(folder, save_embedding_layers=False)
     config = json.loads((folder / "adapter_config.json").read_text())
