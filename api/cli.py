@@ -233,6 +233,7 @@ _LOWEST = {
     "lora_extra_vocab_size": 0,
     "max_model_len": 1,
     "kv_cache_memory_mb": 1,
+    "packed_weights_mb": 0,
     "max_audio_seconds": 1,
     "max_upload_mb": 1,
     "encoder_cache_mb": 0,

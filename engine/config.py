@@ -84,6 +84,10 @@ class EngineConfig:
         None, "memory for the KV cache, in MiB", parse=int, metavar="MB",
         shown_default="1024 on a CPU, what is free on a GPU",
     )  # fmt: skip
+    packed_weights_mb: int | None = setting(
+        None, "memory on a CPU for float32 weights in a second, faster layout, in MiB; 0 packs none", parse=int,
+        metavar="MB", shown_default="half of what is free",
+    )  # fmt: skip
     block_size: int = setting(16, "tokens in one KV cache block", parse=int, metavar="N")
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of equal prompt beginnings")
     enforce_eager: bool = setting(False, "no compilation and no CUDA graphs")

@@ -28,6 +28,7 @@ from engine.attention import bind_attention
 from engine.audio import AudioFrontend
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig, LoRAModule
+from engine.cpu_linear import pack_linears
 from engine.encoder_cache import EncoderCache
 from engine.errors import AppError, EngineClosed, InvalidRequest
 from engine.finder import AdapterFinder, make_sources
@@ -35,7 +36,7 @@ from engine.flight import FlightTokens
 from engine.graphs import DecodeGraphs
 from engine.intake import Intake, Limits, RoutedPrompt, explain_missing
 from engine.loop import EngineLoop
-from engine.lora_layers import LoraBuffers
+from engine.lora_layers import LoraBuffers, linear_weights
 from engine.model import load_model
 from engine.probe import PROBE_TIMEOUT_S, Prober, probe_prompts
 from engine.request import AudioPart, ChatPrompt, Delta, Message, Prompt, SamplingParams, TextPart
@@ -49,6 +50,7 @@ from engine.setup import (
     fit_context,
     lora_dtype,
     make_cache,
+    packing_budget,
     runs_ahead,
     user_data_dir,
     with_embedded_defaults,
@@ -150,6 +152,8 @@ class Engine:
         has_graphs = self.base.device.type == "cuda" and has_kernels and not config.enforce_eager
         self.adapters = self._make_adapters(lora_metadata, has_graphs=has_graphs)
         self._finder = AdapterFinder(self.sources, self.adapters, self.model_names)
+        if self.base.device.type == "cpu":
+            pack_linears(linear_weights(self.base.model), packing_budget(config, cache.num_bytes + self.lora_bytes))
         self._scheduler = Scheduler(
             BlockPool(cache.num_blocks, enable_prefix_caching=config.enable_prefix_caching),
             self._slots,

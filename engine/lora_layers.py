@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from adapters.surface import LinearSite
-from engine import ops
+from engine import cpu_linear, ops
 from engine.lora_copies import GpuRowCopy, RowCopies
 from engine.lora_scale_shift import ScaleShift
 from kernels import HAS_TRITON, LoraMetadata, lora_add_group_
@@ -75,7 +74,7 @@ class LoraGroup:
     def forward(self, index: int, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Module `index`'s output [..., out] for x [..., in]; in a group the first module's call serves all."""
         if self._weight is None:
-            if type(module).__bases__[-1] is nn.Linear:
+            if _is_plain(module):
                 linear = cast(nn.Linear, module)
                 return self._linear(x, linear.weight, linear.bias)
             output: torch.Tensor = super(LoraLinearMixin, module).forward(x)  # type: ignore[misc]
@@ -95,6 +94,10 @@ class LoraGroup:
         yield from (tensor for tensor in (self._weight, self._bias) if tensor is not None)
         if self.scale_shift is not None:
             yield from self.scale_shift.tensors
+
+    def weight_of(self, linear: nn.Linear) -> torch.Tensor:
+        """What the base product reads: the group's one weight, else the linear's own."""
+        return linear.weight if self._weight is None else self._weight
 
     def write(self, lora_slot: int, generation: Generation) -> None:
         """Copy a generation's weights into row `lora_slot`; modules that it does not touch get rank 0."""
@@ -125,7 +128,7 @@ class LoraGroup:
                 x, weight, bias, self.lora_a, self.lora_b, self.ranks, self.slice_ends, self.step_number
             )
             return linear
-        output = F.linear(x, weight, bias)
+        output = cpu_linear.linear(x, weight, bias)
         self._add(output, x)
         return output
 
@@ -183,6 +186,15 @@ def lora_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     member: LoraMember | None = getattr(module, _MEMBER, None)
     if member is not None:
         yield from member.group.tensors()
+
+
+def linear_weights(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
+    """The model's plain linears, LoRA-aware or not, each with the weight that its product reads: a group shares one."""
+    for module in model.modules():
+        member: LoraMember | None = getattr(module, _MEMBER, None)
+        if type(module) is nn.Linear or (member is not None and _is_plain(module)):
+            linear = cast(nn.Linear, module)
+            yield linear, linear.weight if member is None else member.group.weight_of(linear)
 
 
 class LoraBuffers:
@@ -278,6 +290,11 @@ def _can_fuse(model: nn.Module, sites: Mapping[str, LinearSite], names: tuple[st
     linears = cast("list[nn.Linear]", modules)
     kinds = {(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}
     return len(kinds) == 1
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a LoRA-aware linear is an `nn.Linear` underneath, not a class that computes in its own way."""
+    return type(module).__bases__[-1] is nn.Linear
 
 
 def _ends(sizes: list[int]) -> Iterator[int]:

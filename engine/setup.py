@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EMBEDDED_ASSETS, EMBEDDED_MODEL, EngineConfig, LoRAModule
+from engine.cpu_linear import default_budget
 from engine.errors import InvalidRequest
 from engine.kv_cache import KVCache
 from engine.model import BaseModel
@@ -110,6 +111,13 @@ def make_cache(config: EngineConfig, base: BaseModel) -> KVCache:
     longest = config.max_model_len or base.max_positions
     most_useful = config.max_num_seqs * -(-longest // block_size)
     return KVCache(shape, max(2, min(num_blocks, most_useful) + 1), block_size, base.device)
+
+
+def packing_budget(config: EngineConfig, reserved_bytes: int) -> int:
+    """Bytes for packed copies of weights on a CPU; `reserved_bytes` are promised to others but not touched yet."""
+    if config.packed_weights_mb is None:
+        return default_budget(reserved_bytes)
+    return config.packed_weights_mb * 2**20
 
 
 def fit_context(config: EngineConfig, base: BaseModel, cache: KVCache) -> int:
