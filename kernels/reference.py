@@ -6,12 +6,12 @@ Each function's first line is its meaning in slicing notation. No state, no allo
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from kernels.metadata import AttentionMetadata, LoraMetadata
+from kernels.metadata import AttentionMetadata, LoraMetadata, LoraSegment
 
 
 def lora_add_group_(
@@ -40,15 +40,44 @@ def lora_add_group_(
         slice_ends: M ends of the slices in the output's columns; the last is O.
         metadata: the step's segments, with `num_tokens` T.
     """
-    for lora_slot, token_start, token_end in metadata.segments:
+    for lora_slot, count, token_start, token_end in _runs(metadata.segments, host_ranks):
+        slots = slice(lora_slot, lora_slot + count)
+        rows = x[token_start:token_end]
         slice_start = 0
         for index, slice_end in enumerate(slice_ends):
             rank = host_ranks[lora_slot][index]
             if rank:
-                shrunk = F.linear(x[token_start:token_end], lora_a[lora_slot, index, :rank])
+                a, b = lora_a[slots, index, :rank], lora_b[slots, slice_start:slice_end, :rank]
                 columns = output[token_start:token_end, slice_start:slice_end]
-                columns.addmm_(shrunk, lora_b[lora_slot, slice_start:slice_end, :rank].T)
+                if count == 1:
+                    columns.addmm_(F.linear(rows, a[0]), b[0].T)
+                else:
+                    shrunk = torch.bmm(rows.unflatten(0, (count, -1)), a.transpose(1, 2))
+                    columns.unflatten(0, (count, -1)).baddbmm_(shrunk, b.transpose(1, 2))
             slice_start = slice_end
+
+
+def _runs(
+    segments: Sequence[LoraSegment], host_ranks: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, int, int | None]]:
+    """Neighbouring segments that one batched product serves, as `first lora_slot, count, token_start, token_end`.
+
+    They follow each other in tokens and in rows of the buffers, and are equal in length and ranks.
+    """
+    first = 0
+    while first < len(segments):
+        lora_slot, token_start, token_end = segments[first]
+        count = 1
+        if token_end is not None:
+            length = token_end - token_start
+            while first + count < len(segments) and (
+                segments[first + count] == (lora_slot + count, token_end, token_end + length)
+                and host_ranks[lora_slot + count] == host_ranks[lora_slot]
+            ):
+                count += 1
+                token_end += length
+        yield lora_slot, count, token_start, token_end
+        first += count
 
 
 def scale_shift_(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import AttentionMetadata, paged_attention, write_kv_
+from kernels import AttentionMetadata, LoraMetadata, LoraSegment, paged_attention, reference, write_kv_
 
 
 def _naive_attention(
@@ -76,3 +76,44 @@ def test_paged_attention_equals_a_loop_over_queries(
     if soft_cap is not None and window != 1 and max(kv_lens) > 1:
         uncapped = _naive_attention(q, keys, values, query_lens, 0.4, window, None)
         assert (uncapped - expected).norm() > 1e-2 * expected.norm(), "the cap must matter to what is compared"
+
+
+@pytest.mark.parametrize(
+    ("slots", "lens", "num_calls"),
+    [
+        ([0, 1, 2, 3], [1, 1, 1, 1], 1),
+        ([0, 1, 2, 3], [3, 3, 3, 2], 2),
+        ([0, 2, 3], [2, 2, 2], 2),
+        ([1, 0, 3], [2, 2, 2], 3),
+        ([3, 4], [2, 2], 2),  # of different ranks
+    ],
+)
+def test_neighbouring_segments_of_equal_length_and_rank_share_products(
+    slots: list[int], lens: list[int], num_calls: int
+) -> None:
+    generator = torch.Generator().manual_seed(len(slots))
+    ends, host_ranks = (5, 12), [[3, 2], [3, 2], [3, 2], [3, 2], [3, 0]]
+    lora_a = torch.randn(5, 2, 4, 9, generator=generator, dtype=torch.float64)
+    lora_b = torch.randn(5, 12, 4, generator=generator, dtype=torch.float64)
+    first = 2  # tokens of the base model
+    x = torch.randn(first + sum(lens), 9, generator=generator, dtype=torch.float64)
+    base = torch.randn(x.shape[0], 12, generator=generator, dtype=torch.float64)
+    segments, start = [], first
+    for lora_slot, length in zip(slots, lens, strict=True):
+        segments.append(LoraSegment(lora_slot, start, start + length))
+        start += length
+    expected = base.clone()
+    for lora_slot, token_start, token_end in segments:
+        for index, (column, end) in enumerate(((0, 5), (5, 12))):
+            rank = host_ranks[lora_slot][index]
+            for token in range(token_start, token_end):
+                shrunk = lora_a[lora_slot, index, :rank] @ x[token]
+                expected[token, column:end] += lora_b[lora_slot, column:end, :rank] @ shrunk
+    metadata = LoraMetadata(64, 5, torch.device("cpu"), max_columns=8, max_in=9)
+    metadata.update(segments, x.shape[0])
+    output = base.clone()
+    ranks = torch.tensor(host_ranks, dtype=torch.int32)
+    reference.lora_add_group_(output, x, lora_a, lora_b, ranks, host_ranks, ends, metadata)
+    torch.testing.assert_close(output, expected)
+    assert torch.equal(output[:first], base[:first])
+    assert len(list(reference._runs(metadata.segments, host_ranks))) == num_calls
