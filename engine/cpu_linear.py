@@ -42,7 +42,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     packed: torch.Tensor | None = getattr(weight, _PACKED, None)
     if packed is None or not MIN_ROWS <= x.numel() // x.shape[-1] <= MAX_ROWS:
         return F.linear(x, weight, bias)
-    return _packed_product(x, packed, bias)
+    return packed_product(x, packed, bias)
 
 
 def is_packed(weight: torch.Tensor) -> bool:
@@ -65,13 +65,13 @@ def pack_linears(weights: Iterable[tuple[nn.Linear, torch.Tensor]], max_bytes: i
     for module, weight in weights:
         if _gains(weight):
             users.setdefault(id(weight), (weight, []))[1].append(module)
-    if not users or max_bytes <= 0 or not _has_packing():
+    if not users or max_bytes <= 0 or not has_packing():
         return 0
     num_bytes = num_packed = 0
     for weight, modules in sorted(users.values(), key=lambda user: user[0].shape[0], reverse=True):
         if num_bytes + weight.nbytes > max_bytes:
             continue
-        setattr(weight, _PACKED, _pack(weight))
+        setattr(weight, _PACKED, pack(weight))
         for module in modules:
             if type(module) is nn.Linear:
                 module.__class__ = PackedLinear
@@ -117,12 +117,12 @@ def _gains(weight: torch.Tensor) -> bool:
     )
 
 
-def _has_packing() -> bool:
+def has_packing() -> bool:
     """Whether this torch has the operators, and they compute what they should."""
     try:
         weight = torch.arange(64 * 32, dtype=torch.float32).view(64, 32) / 1000
         x, bias = weight[:3] - 0.5, weight[:, 0].contiguous()
-        is_right = torch.allclose(_packed_product(x, _pack(weight), bias), F.linear(x, weight, bias), atol=1e-4)
+        is_right = torch.allclose(packed_product(x, pack(weight), bias), F.linear(x, weight, bias), atol=1e-4)
     except (AttributeError, RuntimeError) as error:
         logger.info("event=weights_not_packed reason=%r", str(error).partition("\n")[0])
         return False
@@ -132,12 +132,12 @@ def _has_packing() -> bool:
 
 
 @torch.inference_mode()
-def _pack(weight: torch.Tensor) -> torch.Tensor:
+def pack(weight: torch.Tensor) -> torch.Tensor:
     """The weight in oneDNN's layout for some 16 rows; an opaque tensor."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 16)
     return packed
 
 
-def _packed_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def packed_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product

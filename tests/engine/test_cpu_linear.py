@@ -15,8 +15,8 @@ from engine.lora_layers import linear_weights
 from engine.request import TokenPrompt
 from tests.oracles import Oracle, make_adapter, make_model, random_ids
 
-has_packing = cpu_linear._has_packing()
-needs_packing = pytest.mark.skipif(not has_packing, reason="this torch has no packed products")
+_packs = cpu_linear.has_packing()
+needs_packing = pytest.mark.skipif(not _packs, reason="this torch has no packed products")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -34,9 +34,9 @@ def test_packed_products_equal_plain_ones(has_bias: bool, packs_all: None, monke
     layer = nn.Linear(37, 133, bias=has_bias).requires_grad_(False)
     assert cpu_linear.pack_linears([(layer, layer.weight)], 2**20) == layer.weight.nbytes
     used: list[int] = []
-    product = cpu_linear._packed_product
+    product = cpu_linear.packed_product
     monkeypatch.setattr(
-        cpu_linear, "_packed_product", lambda x, *rest: used.append(x.numel() // 37) or product(x, *rest)
+        cpu_linear, "packed_product", lambda x, *rest: used.append(x.numel() // 37) or product(x, *rest)
     )
     for rows in (1, 2, 16, 63, 64, 65):
         x = torch.randn(1, rows, 37)
@@ -75,7 +75,7 @@ def test_without_the_operators_nothing_is_packed(
     def missing(*_: object) -> torch.Tensor:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
 
-    monkeypatch.setattr(cpu_linear, "_pack", missing)
+    monkeypatch.setattr(cpu_linear, "pack", missing)
     layer = nn.Linear(8, 16)
     with caplog.at_level("INFO"):
         assert cpu_linear.pack_linears([(layer, layer.weight)], 2**20) == 0
