@@ -222,6 +222,7 @@ if IS_INTERPRETED:  # else they do not exist: a test that is always skipped in a
 
 
 @pytest.mark.skipif(IS_INTERPRETED or torch.cuda.is_available(), reason="the sweep runs here, or on the GPU")
+@pytest.mark.timeout(600)  # A minute of one core, which others may be using too.
 def test_the_sweep_passes_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

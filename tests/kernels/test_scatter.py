@@ -59,6 +59,7 @@ def run_interpreted() -> None:
 
 
 @needs_triton
+@pytest.mark.timeout(600)  # A minute of one core, which others may be using too.
 def test_kernel_equals_indexing_in_the_interpreter() -> None:
     result = subprocess.run(
         [sys.executable, "-c", "from tests.kernels.test_scatter import run_interpreted; run_interpreted()"],
