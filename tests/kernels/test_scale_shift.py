@@ -63,6 +63,7 @@ def check_interpreted() -> None:
 
 
 @needs_triton
+@pytest.mark.timeout(600)  # A minute of one core, which others may be using too.
 def test_the_interpreted_kernel_equals_float64() -> None:
     # A process of its own: Triton decides at import whether its functions are interpreted.
     result = subprocess.run(
