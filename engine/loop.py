@@ -276,8 +276,9 @@ class EngineLoop:
                 self._fail(item.state, EngineFault("The engine failed while reading this request's audio; try again."))
 
     def _check_progress(self, plan: Plan) -> None:
-        """Nothing could be planned: after a preemption that is normal; else the oldest waiter can never run."""
-        if not plan.preempted and not self._scheduler.running:
+        """Nothing could be planned: normal after a preemption, or where the last request ended just now; else the
+        oldest waiter can never run."""
+        if self._scheduler.waiting and not plan.preempted and not self._scheduler.running:
             state = self._scheduler.waiting[0]
             logger.error("event=request_cannot_run request=%s", state.request.request_id)
             self._fail(state, EngineFault("The engine has no room for this request; make it shorter."))

@@ -72,3 +72,14 @@ def test_a_request_that_ends_by_its_text_costs_one_row_of_one_step_at_most(engin
         engine.close()
         num_steps[is_ahead] = engine.stats().num_steps - before
     assert num_steps[True] == num_steps[False] + 1
+
+
+def test_a_lone_request_whose_tokens_are_read_first_ends_without_a_fault(
+    engines: dict[bool, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engines[True]
+    deltas = list(engine.start_sync(TokenPrompt(random_ids(5, 0)), SAMPLINGS["penalties"])[0])
+    assert deltas[-1].finish_reason == "length"
+    for each in engines.values():
+        each.close()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
