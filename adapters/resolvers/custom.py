@@ -48,10 +48,12 @@ class CustomSource:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._asking: set[concurrent.futures.Future[ResolvedLoRA | None]] = set()
+        self._is_closed = False
 
     def find(self, lora_name: str) -> Located | None:
         """What the user's class answers; its faults are in the log, since their texts are not ours to show."""
-        asking = asyncio.run_coroutine_threadsafe(self._ask(lora_name), self._running_loop())
+        asking = self._start(lora_name)
         try:
             found = asking.result(self._timeout_s)
         except AdapterError:
@@ -67,26 +69,41 @@ class CustomSource:
             raise SourceUnreachable(
                 f"the adapter source {self.label} {fault}; the cause is in the server's log"
             ) from error
+        finally:
+            with self._lock:
+                self._asking.discard(asking)
         return None if found is None else self._locate(str(found.lora_path))
 
     def close(self) -> None:
-        """Cancel what the user's class is doing, and end the thread."""
+        """Cancel what the user's class is doing, and end the thread; whoever asks it hears at once, even if it hangs."""
         with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            asking = list(self._asking)
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(_cancel_all, self._loop)
+        for one in asking:
+            one.cancel()
+
+    def _start(self, lora_name: str) -> concurrent.futures.Future[ResolvedLoRA | None]:
+        with self._lock:
+            if self._is_closed:
+                raise SourceUnreachable("the server is shutting down")
+            asking = asyncio.run_coroutine_threadsafe(self._ask(lora_name), self._running_loop())
+            self._asking.add(asking)
+            return asking
 
     async def _ask(self, lora_name: str) -> ResolvedLoRA | None:
         found = self.resolver.resolve_lora(self._base_model_name, lora_name)
         return await found if inspect.isawaitable(found) else found
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=_run_loop, args=(self._loop,), name=f"resolver-{self.label}", daemon=True
-                ).start()
-            return self._loop
+        """With the lock held: the loop, begun where there is none."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run_loop, args=(self._loop,), name=f"resolver-{self.label}", daemon=True).start()
+        return self._loop
 
 
 def load_resolver(spec: str) -> LoRAResolver:

@@ -295,6 +295,39 @@ def test_a_users_class_that_hangs_is_cancelled(folder: Path) -> None:
     source.close()
 
 
+def test_closing_twice_while_a_users_class_holds_its_thread_frees_who_asks_at_once(folder: Path) -> None:
+    gate, is_asked = threading.Event(), threading.Event()
+
+    class Blocking(LoRAResolver):
+        """Never gives its event loop a chance."""
+
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+            is_asked.set()
+            gate.wait(20)
+
+    source = CustomSource(Blocking(), "base", located)
+    faults: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            source.find("any")
+        except SourceUnreachable as fault:
+            faults.append(fault)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert is_asked.wait(20)
+    source.close()
+    asking.join(5)
+    is_free = not asking.is_alive()
+    gate.set()
+    asking.join(20)
+    assert is_free and len(faults) == 1
+    thread = next(each for each in threading.enumerate() if each.name == "resolver-Blocking")
+    thread.join(20)
+    source.close()
+
+
 def test_registered_resolvers_come_after_those_of_the_flag_and_are_asked_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
