@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from adapters.folder import CONFIG_NAME
 from adapters.located import Located
 from adapters.resolvers.cache import DownloadCache
 from adapters.resolvers.progress import Downloads, Progress
+
+log = logging.getLogger(__name__)
 
 SCHEME = "s3://"
 CONNECT_TIMEOUT_S = 5
@@ -169,6 +172,7 @@ def _boto3_client() -> Any:
     try:
         import boto3
         from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
     except ModuleNotFoundError as error:
         raise SourceUnreachable("addresses in S3 need the package boto3; install it") from error
 
@@ -177,7 +181,12 @@ def _boto3_client() -> Any:
         read_timeout=READ_TIMEOUT_S,
         retries={"max_attempts": MAX_ATTEMPTS, "mode": "standard"},
     )
-    return boto3.session.Session().client("s3", config=config)
+    try:
+        return boto3.session.Session().client("s3", config=config)
+    except (BotoCoreError, ValueError) as error:
+        log.warning("event=s3_settings_refused reason=%r", str(error))
+        fault = "S3 cannot be asked: the server's AWS settings are not valid; the server's log says which"
+        raise SourceUnreachable(fault) from error
 
 
 @contextmanager

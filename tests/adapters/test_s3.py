@@ -115,6 +115,18 @@ def test_a_server_that_does_not_answer_is_a_503_without_its_address(
     assert "127.0.0.1" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("AWS_PROFILE", "secret-profile"), ("AWS_ENDPOINT_URL", "secret-host:9000")]
+)
+def test_settings_that_boto3_refuses_are_a_503_that_names_none_of_them(
+    variable: str, value: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SourceUnreachable, match="AWS settings") as caught:
+        sources(tmp_path).locate("s3://loras/sql")
+    assert value not in caught.value.message
+
+
 def test_a_name_is_the_path_below_the_resolvers_prefix(s3: Any, tmp_path: Path) -> None:
     put(s3, "all/sql", ADAPTER)
     put(s3, "all/team/sql", ADAPTER)
