@@ -167,6 +167,11 @@ class Service:
         if model is not None and model not in self.engine.model_names and not self.engine.adapters.contains(model):
             raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what does.", param="model")
 
+    async def find_model(self, model: str | None) -> None:
+        """`check_model`, once an adapter that only a source knows is listed; raises what `Engine.find_adapters` does."""
+        await self.engine.find_adapters(model)
+        self.check_model(model)
+
     async def tokenize(self, prompt: Prompt, model: str | None) -> list[int]:
         """Token ids [P] of a prompt as the model would see it."""
         return await asyncio.to_thread(self.engine.tokenize, prompt, model)

@@ -23,7 +23,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """Token ids of a text, or of messages as the chat template renders them."""
     body = await json_body(request, TokenizeRequest)
     service = service_of(request)
-    service.check_model(body.model)
+    await service.find_model(body.model)
     token_ids = await _token_ids(service, body)
     tokenizer = await service.tokenizer(body.model)
     strings = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
@@ -55,6 +55,6 @@ async def detokenize(request: Request) -> dict[str, Any]:
     """The text of token ids, special tokens included."""
     body = await json_body(request, DetokenizeRequest)
     service = service_of(request)
-    service.check_model(body.model)
+    await service.find_model(body.model)
     service.check_token_ids(body.tokens, "tokens")
     return {"prompt": (await service.tokenizer(body.model)).decode(body.tokens)}

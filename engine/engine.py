@@ -400,7 +400,7 @@ class Engine:
         """
         if not self.config.lora_extra_vocab_size or model is None or not self.adapters.contains(model):
             return self._texts.base
-        with self.adapters.acquire(model) as handle:
+        with self.adapters.borrow(model) as handle:
             return self._texts.of(handle.generation)
 
     @property

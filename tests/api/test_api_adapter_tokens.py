@@ -36,6 +36,7 @@ def test_token_ids_and_texts_are_those_of_the_adapter(llama_dir: Path, tmp_path:
             assert (own["tokens"], own["token_strs"]) == ([new], ["quuxy"])
             assert len(post("/tokenize", model=base, prompt="quuxy").json()["tokens"]) == 5
             assert post("/detokenize", model="own", tokens=[new]).json()["prompt"] == "quuxy"
+            assert engine.adapters.get("own").num_requests == 0
 
             ask = {"prompt": [65, new], "max_tokens": 2, "temperature": 0}
             biased = {"logit_bias": {str(new): 100}}

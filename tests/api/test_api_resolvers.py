@@ -93,6 +93,10 @@ def test_every_route_finds_an_adapter_by_the_name_that_model_or_lora_gives(engin
                 answer = ask(client, **named)
                 assert answer.lora["name"] == "team/style" and answer.lora["reason"] == "explicit"
                 engine.adapters.unload("team/style")
+        with httpx.Client(base_url=url, timeout=30) as http:
+            for path, body in (("/tokenize", {"prompt": "hello"}), ("/detokenize", {"tokens": [5]})):
+                assert http.post(path, json={"model": "team/style", **body}).status_code == 200
+                engine.adapters.unload("team/style")
 
 
 def test_what_is_not_served_says_which_of_the_three_it_is(engine: Engine) -> None:
