@@ -3,12 +3,13 @@
     from engine import LLM, SamplingParams, LoRARequest
 
 Goes through the same intake, routing and engine thread as the server. Adapters given as `LoRARequest` are loaded from
-their path (a folder, a hub id, an `s3://` address) at first use and kept.
+their path (a folder, a hub id, an `s3://` address) at first use and kept; a name that was loaded from elsewhere is an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ class LLM:
     ) -> list[RequestOutput]:
         sampling = _one_each(sampling_params or SamplingParams(), len(prompts), "sampling_params")
         loras = _one_each(lora_request, len(prompts), "lora_request")
-        for lora in {lora for lora in loras if lora is not None}:
+        for lora in dict.fromkeys(lora for lora in loras if lora is not None):
             self._ensure_loaded(lora)
         started: list[tuple[Prompt, Answer, LoRARequest | None]] = []
         try:
@@ -115,8 +116,17 @@ class LLM:
 
     def _ensure_loaded(self, lora: LoRARequest) -> None:
         """One without a path is left to the sources of `lora_resolver`."""
-        if lora.lora_path and not self.engine.adapters.contains(lora.lora_name):
-            self.engine.adapters.load(lora.lora_name, lora.lora_path)
+        name, path, adapters = lora.lora_name, lora.lora_path, self.engine.adapters
+        if not path:
+            return
+        if not adapters.contains(name):
+            adapters.load(name, path)
+        elif _place(path) != _place(source := adapters.get(name).source):
+            raise InvalidRequest(
+                f"lora_request gives the adapter {name!r} the path {path!r}, but that name was loaded from {source!r}; use "
+                "another name, or first llm.engine.adapters.load(name, path, load_inplace=True).",
+                param="lora_request",
+            )
 
     def _collect(self, prompt: Prompt, answer: Answer, lora: LoRARequest | None) -> RequestOutput:
         text, token_ids, logprobs = "", list[int](), list[TokenLogprob]()
@@ -140,6 +150,11 @@ class LLM:
             lora_request=lora,
             receipt=receipt,
         )
+
+
+def _place(address: str) -> str:
+    """The same for all spellings of a folder's path; other addresses change with the path that they look like."""
+    return os.path.realpath(os.path.expanduser(address))
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -575,3 +576,24 @@ def test_many_requests_for_a_slow_adapter_do_not_hold_up_other_starts(
         engine.close()
     engine.check_integrity()
     assert engine.adapters.stats().num_cpu == 1
+
+
+def test_offline_a_name_never_answers_for_another_path(
+    speech_dir: Path, speech_adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(speech_dir), adapter_dir=str(tmp_path / "catalogue"))
+    style, other = speech_adapters["style"], tmp_path / "other"
+    shutil.copytree(style, other)
+    try:
+        greedy = SamplingParams(temperature=0, max_tokens=2)
+        llm.generate("hello", greedy, lora_request=LoRARequest("mine", 1, str(style)))
+        monkeypatch.chdir(style.parent)
+        for same in (style.name, f"./{style.name}/", ""):
+            llm.generate("hello", greedy, lora_request=LoRARequest("mine", 1, same))
+        with pytest.raises(InvalidRequest, match=r"'mine'.*use another name"):
+            llm.generate("hello", greedy, lora_request=LoRARequest("mine", 2, str(other)))
+        pair = [LoRARequest("two", 1, str(style)), LoRARequest("two", 2, str(other))]
+        with pytest.raises(InvalidRequest, match=r"'two'.*use another name"):
+            llm.generate(["hello", "hello"], greedy, lora_request=pair)
+    finally:
+        llm.close()
