@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from adapters.located import Lease
@@ -43,6 +45,9 @@ class DownloadCache:
         self._root = root
         self._key_locks = KeyedLocks()
         self._is_ready = False
+        self._of_thread = threading.local()
+        # given back by the garbage collector in a thread that holds the root's lock
+        self._late: deque[tuple[Path, int]] = deque()
 
     def get(self, key: str, fetch: Callable[[Path], None]) -> tuple[Path, Lease]:
         """The folder with the content of `key`, and what keeps it there.
@@ -103,6 +108,9 @@ class DownloadCache:
         return taken
 
     def _give_back(self, folder: Path, in_use: int) -> None:
+        if getattr(self._of_thread, "holds_root", False):  # It would wait for itself.
+            self._late.append((folder, in_use))
+            return
         os.close(in_use)
         try:
             with self._root_lock():
@@ -115,11 +123,16 @@ class DownloadCache:
     def _root_lock(self) -> Iterator[None]:
         descriptor = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
+            self._of_thread.holds_root = True
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             os.close(descriptor)
+            self._of_thread.holds_root = False
+        with suppress(IndexError):  # Another thread may take the last.
+            while True:
+                self._give_back(*self._late.popleft())
 
 
 def _mark_in_use(folder: Path) -> int:

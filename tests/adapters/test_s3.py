@@ -295,3 +295,19 @@ def test_the_known_example_of_a_users_class_finds_adapters_in_s3(
         source.close()
     finally:
         LoRAResolverRegistry.unregister_resolver("s3_resolver")
+
+
+def test_a_lease_that_is_collected_while_its_thread_holds_the_lock_is_given_back_later(tmp_path: Path) -> None:
+    cache = DownloadCache(tmp_path)
+    has_ended = threading.Event()
+
+    def collect() -> None:
+        folder, lease = cache.get("one", lambda target: None)
+        with cache._root_lock():  # The garbage collector may run anywhere in here.
+            lease.release()
+            assert folder.is_dir()
+        assert not folder.exists()
+        has_ended.set()
+
+    threading.Thread(target=collect, daemon=True).start()
+    assert has_ended.wait(10), "the thread waits for itself"
