@@ -210,6 +210,13 @@ class AdapterManager:
 
         Whoever gets the handle must release it; a future that is cancelled before it is done gives none.
         """
+        return self._soon(name, is_request=True)
+
+    def borrow_soon(self, name: str) -> Future[GenerationHandle]:
+        """The same, not counted as a request."""
+        return self._soon(name, is_request=False)
+
+    def _soon(self, name: str, *, is_request: bool) -> Future[GenerationHandle]:
         try:
             entry = self._registry.get(name)
             if entry.error is not None:
@@ -220,13 +227,15 @@ class AdapterManager:
             return failed
         handle = self._registry.borrow(entry)
         if handle is not None:
-            self._registry.note_request(entry)
+            if is_request:
+                self._registry.note_request(entry)
             found: Future[GenerationHandle] = Future()
             found.set_result(handle)
             return found
         # The digest is part of the key: who asks after a replacement must not get what was asked for before it.
         future = self._flights.join((name, entry.digest), lambda: self.borrow(name))
-        future.add_done_callback(lambda done: self._note_arrival(done, entry))
+        if is_request:
+            future.add_done_callback(lambda done: self._note_arrival(done, entry))
         return future
 
     def borrow(self, name: str) -> GenerationHandle:

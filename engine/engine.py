@@ -327,29 +327,43 @@ class Engine:
         )  # fmt: skip
         return answers
 
-    def prefetch(self, name: str) -> None:
+    def prefetch(self, name: str) -> Future[bool]:
         """Begin to bring an adapter into CPU memory and, where a row is free or idle, into it; returns at once.
 
         For an adapter that will probably be asked for next. Whatever goes wrong is logged; the request will hear of it.
+
+        Returns:
+            Done when there is no more to do; whether the adapter is in memory.
+
+        Raises:
+            EngineClosed: the engine is closed.
         """
         self._check_open()
-        self._intake_threads.submit(self._prefetch, name)
+        is_there: Future[bool] = Future()
+        self.adapters.borrow_soon(name).add_done_callback(functools.partial(self._fill_row, name, is_there))
+        return is_there
 
-    def _prefetch(self, name: str) -> None:
+    def _fill_row(self, name: str, is_there: Future[bool], borrowed: Future[GenerationHandle]) -> None:
+        """Give what was borrowed a row of the LoRA buffers, if one is free, and give it back."""
         try:
-            handle = self.adapters.borrow(name)
+            handle = borrowed.result()
         except AppError as error:
             logger.warning("event=prefetch_failed adapter=%s reason=%r", name, error.message)
+            is_there.set_result(False)
             return
         slots = self._slots
 
         def fill() -> None:
-            with handle:
-                if slots is not None:
-                    slots.prefetch(handle.generation)
+            try:
+                with handle:
+                    if slots is not None:
+                        slots.prefetch(handle.generation)
+            finally:
+                is_there.set_result(True)
 
         if not self._loop.call(fill):
             handle.release()
+            is_there.set_result(True)
 
     def probe(self, target: str | GenerationHandle, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeReport:
         """How much an adapter changes the base model's answers; a name, or content that need not have one. Blocking.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,25 +29,12 @@ def engine(llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path) -> 
     engine.check_integrity()
 
 
-def settle(engine: Engine) -> None:
-    """Wait until what was asked for before has been done, by every intake thread and the engine thread."""
-    barrier = threading.Barrier(17)
-    for _ in range(16):
-        engine._intake_threads.submit(barrier.wait)
-    barrier.wait()
-    done = threading.Event()
-    engine._loop.call(done.set)
-    assert done.wait(20)
-
-
 def test_a_prefetched_adapter_is_in_its_row_and_counts_no_request(engine: Engine) -> None:
     assert engine.adapters.get("qv").state != "gpu" and engine.adapters.get("all").state != "gpu"
-    engine.prefetch("qv")
-    settle(engine)
+    assert engine.prefetch("qv").result(20)
     info = engine.adapters.get("qv")
     assert info.state == "gpu" and info.num_requests == 0
-    engine.prefetch("all")
-    settle(engine)
+    assert engine.prefetch("all").result(20)
     assert engine.adapters.get("all").state == "gpu" and engine.adapters.get("qv").state == "disk"
     sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     list(engine.start_sync(TokenPrompt(random_ids(5, 1)), sampling, lora="all")[0])
@@ -56,8 +42,7 @@ def test_a_prefetched_adapter_is_in_its_row_and_counts_no_request(engine: Engine
 
 
 def test_faults_of_a_prefetch_are_logged_and_not_raised(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    engine.prefetch("nobody")
-    settle(engine)
+    assert not engine.prefetch("nobody").result(20)
     assert "event=prefetch_failed adapter=nobody" in caplog.text
     engine.close()
     with pytest.raises(EngineClosed):
