@@ -13,7 +13,7 @@ import hashlib
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from engine.tokenizer import eos_token_ids, load_like
 
 if TYPE_CHECKING:
     from adapters.generation import Generation
-    from engine.audio import AudioFrontend
+    from engine.frontend import Frontend
     from engine.model import BaseModel
 
 _MAX_KEPT = 8
@@ -57,13 +57,13 @@ class AdapterTexts:
     Args:
         base: the base model's.
         chat_template: the base's, for adapters whose tokenizer has none.
-        audio: the model's audio frontend, None when it takes no audio.
+        frontends: one for each modality that the model takes.
     """
 
-    def __init__(self, base: TextSide, chat_template: str | None, audio: AudioFrontend | None) -> None:
+    def __init__(self, base: TextSide, chat_template: str | None, frontends: Sequence[Frontend]) -> None:
         self.base = base
         self._chat_template = chat_template
-        self._audio = audio
+        self._frontends = frontends
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, TextSide] = OrderedDict()
 
@@ -111,13 +111,13 @@ class AdapterTexts:
         if tokenizer.eos_token_id is not None:
             eos_token_ids |= {tokenizer.eos_token_id}
         template = tokenizer.chat_template or self._chat_template
-        builder = PromptBuilder(tokenizer, template, self._audio, vocab_size)
+        builder = PromptBuilder(tokenizer, template, self._frontends, vocab_size)
         return TextSide(tokenizer, builder, DecodingTable(tokenizer), eos_token_ids, vocab_size)
 
 
-def base_text(base: BaseModel, tokenizer: Any, chat_template: str | None, audio: AudioFrontend | None) -> TextSide:
+def base_text(base: BaseModel, tokenizer: Any, chat_template: str | None, frontends: Sequence[Frontend]) -> TextSide:
     """The text side of the base model."""
-    builder = PromptBuilder(tokenizer, chat_template, audio, base.vocab_size)
+    builder = PromptBuilder(tokenizer, chat_template, frontends, base.vocab_size)
     return TextSide(tokenizer, builder, DecodingTable(tokenizer), eos_token_ids(base.model, tokenizer), base.vocab_size)
 
 

@@ -52,7 +52,7 @@ def bind_attention(decoder: nn.Module, cache: KVCache) -> AttentionStep:
     layers: dict[int, nn.Module] = {
         int(module.layer_idx): module  # type: ignore[arg-type]
         for module in decoder.modules()
-        if hasattr(module, "layer_idx") and hasattr(module, "q_proj")
+        if hasattr(module, "layer_idx") and (hasattr(module, "q_proj") or hasattr(module, "qkv_proj"))
     }
     assert sorted(layers) == list(range(cache.shape.num_layers)), f"layers {sorted(layers)} do not match the cache"
     for index, module in layers.items():

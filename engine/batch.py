@@ -15,8 +15,8 @@ import torch
 from engine.scheduler import Plan, PlanItem
 from kernels import NULL_BLOCK, LoraSegment
 
-TOKEN_IDS, POSITIONS, KV_INDEX, FLIGHT_ROWS = range(4)
-"""Rows of `Batch.inputs`."""
+TOKEN_IDS, KV_INDEX, FLIGHT_ROWS, POSITIONS = range(4)
+"""Rows of `Batch.inputs`; from `POSITIONS` on, there is one row for each number that places a token."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,17 @@ class Batch:
     """One step's input, on the host.
 
     Attributes:
-        inputs: [4, T] int64: token ids; each token's place in its request; where its keys and values go in the pool (-1
-            for padding); and its row among the tokens that the step before sampled, -1 where the id is known.
+        inputs: [3 + K, T] int64: token ids; where their keys and values go in the pool (-1 for padding); their rows among
+            the tokens that the step before sampled, -1 where the id is known; and the K rows of positions that the
+            rotary embedding takes (`engine/positions`).
         query_lens, kv_lens: B counts of query tokens and of keys, this step's included.
         block_table: [B, M] int32, padded with the null block.
         lora_segments: adapters of the packed tokens.
         logits_at: [R] int64, packed tokens whose logits are needed.
         head_segments: adapters of the R rows.
         sampled: the R items that `logits_at` belongs to, in order.
+        mutual_spans: [T, 2] int32 or None: `[start, end)` of the keys that a token sees although they follow it, as
+            places in its request; (0, 0) for none. None where no token does.
     """
 
     inputs: torch.Tensor
@@ -42,6 +45,7 @@ class Batch:
     logits_at: torch.Tensor
     head_segments: tuple[LoraSegment, ...]
     sampled: tuple[PlanItem, ...]
+    mutual_spans: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +53,7 @@ class Batch:
         return int(self.inputs.shape[1])
 
 
-def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None) -> Batch:
+def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None, *, num_position_rows: int = 1) -> Batch:
     """The numbers of `plan`, whose items are ordered by LoRA row; padded to `num_tokens` tokens where that is given."""
     items = plan.items
     starts = np.fromiter((item.start for item in items), np.int64, len(items))
@@ -58,13 +62,14 @@ def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None) -> B
     token_ends = np.cumsum(query_lens)
     num_packed = int(token_ends[-1])
 
-    inputs = np.zeros((4, num_packed if num_tokens is None else num_tokens), np.int64)
+    inputs = np.zeros((POSITIONS + num_position_rows, num_packed if num_tokens is None else num_tokens), np.int64)
     inputs[KV_INDEX, num_packed:] = -1
     inputs[FLIGHT_ROWS] = -1
     table = _block_table(plan, block_size)
     row_of_token = np.repeat(np.arange(len(items)), query_lens)
     positions = np.arange(num_packed) + np.repeat(ends - token_ends, query_lens)
-    inputs[POSITIONS, :num_packed] = positions
+    deltas = np.fromiter((item.state.request.position_delta for item in items), np.int64, len(items))
+    inputs[POSITIONS:, :num_packed] = positions + np.repeat(deltas, query_lens)
     in_block = positions % block_size
     inputs[KV_INDEX, :num_packed] = (
         table[row_of_token, positions // block_size].astype(np.int64) * block_size + in_block
@@ -75,6 +80,10 @@ def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None) -> B
         inputs[TOKEN_IDS, token_start : token_start + len(known)] = known
         if len(known) < item.end - item.start:
             inputs[FLIGHT_ROWS, token_end - 1] = item.state.flight_row
+        prompt_positions = item.state.request.prompt_positions
+        if prompt_positions is not None and item.start < prompt_positions.shape[1]:
+            own = prompt_positions[:, item.start : item.end]
+            inputs[POSITIONS:, token_start : token_start + own.shape[1]] = own
 
     sampled = [row for row, item in enumerate(items) if item.is_sampled]
     slots = [item.state.lora_slot for item in items]
@@ -88,7 +97,23 @@ def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None) -> B
         logits_at=torch.from_numpy(token_ends[sampled] - 1),
         head_segments=_segments([slots[row] for row in sampled], [1] * len(sampled)),
         sampled=tuple(items[row] for row in sampled),
+        mutual_spans=_mutual_spans(plan, num_packed),
     )
+
+
+def _mutual_spans(plan: Plan, num_tokens: int) -> torch.Tensor | None:
+    """`Batch.mutual_spans`; a chunk never ends inside such a span, so all its keys are there."""
+    spans: np.ndarray | None = None
+    offset = 0
+    for item in plan.items:
+        for span in item.state.request.spans:
+            start, end = max(span.start, item.start), min(span.end, item.end)
+            if span.media.is_mutual and start < end:
+                assert end == span.end, "a chunk ends inside a span whose tokens see each other"
+                spans = np.zeros((num_tokens, 2), np.int32) if spans is None else spans
+                spans[start - item.start + offset : end - item.start + offset] = (span.start, span.end)
+        offset += item.end - item.start
+    return None if spans is None else torch.from_numpy(spans)
 
 
 def _block_table(plan: Plan, block_size: int) -> np.ndarray:

@@ -28,9 +28,12 @@ def hash_block(parent: bytes, token_ids: Sequence[int], media_keys: Sequence[str
     return digest.digest()
 
 
-def root_hash(generation_digest: str | None) -> bytes:
-    """Start of the hash chain: KV computed under one adapter's content is never used for another's."""
-    return hashlib.sha256((generation_digest or "base").encode()).digest()
+def root_hash(generation_digest: str | None, *, is_long: bool = False) -> bytes:
+    """Start of the hash chain: KV computed under one adapter's content is never used for another's.
+
+    Nor is KV under the frequencies of long contexts (`is_long`) used for short ones.
+    """
+    return hashlib.sha256(((generation_digest or "base") + "|long" * is_long).encode()).digest()
 
 
 class BlockPool:

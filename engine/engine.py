@@ -25,7 +25,6 @@ from engine.adapter_text import AdapterTexts, TextSide, base_text
 from engine.added_tokens import SlotMetadata
 from engine.answer import Answer
 from engine.attention import bind_attention
-from engine.audio import AudioFrontend
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig, LoRAModule
 from engine.cpu_linear import pack_linears
@@ -33,6 +32,7 @@ from engine.encoder_cache import EncoderCache
 from engine.errors import AppError, EngineClosed, InvalidRequest
 from engine.finder import AdapterFinder, make_sources
 from engine.flight import FlightTokens
+from engine.frontend import Frontend
 from engine.graphs import DecodeGraphs
 from engine.intake import Intake, Limits, RoutedPrompt, explain_missing
 from engine.loop import EngineLoop
@@ -135,10 +135,14 @@ class Engine:
         self.model_names = tuple(config.served_model_name) or (self.base.name,)
         self.modalities = self.base.architecture.modalities
         self.tokenizer = load_tokenizer(config.model, config.gguf_file)
-        processor = load_processor(config.model) if self.modalities else None
-        audio = AudioFrontend(processor) if "audio" in self.modalities else None
+        processor = load_processor(config.model, self.tokenizer, self.modalities) if self.modalities else None
+        frontends: list[Frontend] = [
+            support.make_frontend(processor, self.base.config) for support in self.base.architecture.media.values()
+        ]
         chat_template = self.tokenizer.chat_template or getattr(processor, "chat_template", None)
-        self._texts = AdapterTexts(base_text(self.base, self.tokenizer, chat_template, audio), chat_template, audio)
+        self._texts = AdapterTexts(
+            base_text(self.base, self.tokenizer, chat_template, frontends), chat_template, frontends
+        )
 
         cache = make_cache(config, self.base)
         self.max_model_len = fit_context(config, self.base, cache)
@@ -188,7 +192,7 @@ class Engine:
         )  # fmt: skip
         self._intake = Intake(
             texts=self._texts,
-            audio=audio,
+            frontends=frontends,
             adapters=self.adapters if config.enable_lora else None,
             base_names=self.model_names,
             limits=Limits(
@@ -196,7 +200,11 @@ class Engine:
                 max_media=config.limit_mm_per_prompt,
                 max_audio_seconds=config.max_audio_seconds,
                 max_media_bytes=config.max_upload_mb * 2**20,
+                # Beside it, every other request of the step gets its token.
+                max_mutual_tokens=config.max_num_batched_tokens - self._scheduler.max_num_seqs + 1,
             ),
+            has_grid_positions=self.base.architecture.has_grid_positions,
+            short_len=None if self.base.long_rope is None else self.base.long_rope.original_len,
         )
         self._prober = Prober(
             self._loop.submit,

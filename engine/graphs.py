@@ -61,7 +61,8 @@ class DecodeGraphs:
         self._flight_tokens = flight_tokens
         self._sizes = batch_sizes(max_num_seqs)
         self._buffers = AttentionBuffers(max_num_seqs, max_blocks, block_size, model.device)
-        self._inputs = torch.zeros(4 * max_num_seqs, dtype=torch.int64, device=model.device)
+        self._num_rows = POSITIONS + model.num_position_rows
+        self._inputs = torch.zeros(self._num_rows * max_num_seqs, dtype=torch.int64, device=model.device)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     @torch.inference_mode()
@@ -110,15 +111,15 @@ class DecodeGraphs:
         return logits[: len(batch.sampled)]
 
     def _inputs_of(self, size: int) -> torch.Tensor:
-        """[4, size] int64, the rows of `Batch.inputs`: the beginning of a buffer that all sizes share."""
-        return self._inputs[: 4 * size].view(4, size)
+        """The rows of `Batch.inputs` for `size` tokens: the beginning of a buffer that all sizes share."""
+        return self._inputs[: self._num_rows * size].view(self._num_rows, size)
 
     def _prepare(self, size: int, has_lora: bool) -> None:
         """Inputs for recording: padding alone, and one adapter segment where the family has LoRA."""
         nothing = torch.zeros(0, 1, dtype=torch.int64)
         inputs = self._inputs_of(size)
         inputs.zero_()
-        inputs[KV_INDEX:] = -1
+        inputs[KV_INDEX : FLIGHT_ROWS + 1] = -1
         self._attention_step.metadata = self._buffers.fill([], [], nothing, size)
         self._attention_step.kv_index = inputs[KV_INDEX]
         self._update_lora((LoraSegment(0, 0, 1),) if has_lora else (), size)
@@ -131,4 +132,4 @@ class DecodeGraphs:
     def _forward(self, size: int) -> torch.Tensor:
         inputs = self._inputs_of(size)
         token_ids = self._flight_tokens.fill_in(inputs[TOKEN_IDS], inputs[FLIGHT_ROWS])
-        return self._model.logits(self._model.decode(self._model.embed(token_ids), inputs[POSITIONS]))
+        return self._model.logits(self._model.decode(self._model.embed(token_ids), inputs[POSITIONS:]))

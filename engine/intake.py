@@ -14,11 +14,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from adapters.errors import AdapterNotFound
 from engine.adapter_text import AdapterTexts, TextSide
-from engine.audio import AudioFrontend
 from engine.errors import AppError, ContextTooLong, InvalidRequest, MediaError, ModelNotFound
-from engine.media import decode_audio
+from engine.frontend import Frontend, modality_of
+from engine.positions import LONG, grid_positions
 from engine.prompt import BuiltPrompt, media_parts
 from engine.request import AudioPart, ImagePart, Prompt, Receipt, SamplingParams
 from engine.routing import Route, choose_route
@@ -41,6 +43,8 @@ class Limits:
     max_media: Mapping[str, int]
     max_audio_seconds: float
     max_media_bytes: int
+    max_mutual_tokens: int
+    """Longest span whose tokens see each other, since it belongs in one step."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +63,32 @@ class Intake:
 
     Args:
         texts: prompts, decoding and end tokens of the base model and of each adapter.
-        audio: the model's audio frontend, None when it takes no audio.
+        frontends: one for each modality that the model takes.
         adapters: the adapter manager, which knows the defaults too; None when adapters are off.
         base_names: names of the base model.
         limits: bounds on one request.
+        has_grid_positions: whether images are placed by row and column.
+        short_len: longest request, in tokens, that takes the frequencies for short ones; None where there is one set.
     """
 
     def __init__(
         self,
         *,
         texts: AdapterTexts,
-        audio: AudioFrontend | None,
+        frontends: Sequence[Frontend],
         adapters: AdapterManager | None,
         base_names: Sequence[str],
         limits: Limits,
+        has_grid_positions: bool = False,
+        short_len: int | None = None,
     ) -> None:
         self._texts = texts
-        self._audio = audio
+        self._frontends = {frontend.modality: frontend for frontend in frontends}
         self._adapters = adapters
         self._base_names = tuple(base_names)
         self._limits = limits
+        self._has_grid_positions = has_grid_positions
+        self._short_len = short_len
 
     def route(
         self, prompt: Prompt, sampling: SamplingParams, *, model: str | None, lora: str | None, n: int
@@ -95,7 +105,7 @@ class Intake:
         route = choose_route(
             model=model,
             lora=lora,
-            modalities={"audio"} if media else set(),
+            modalities={item.modality for item in media},
             base_names=self._base_names,
             defaults={} if adapters is None else adapters.defaults(),
             is_adapter=lambda name: adapters is not None and adapters.contains(name),
@@ -131,6 +141,7 @@ class Intake:
             check_logit_bias(sampling, text.vocab_size)
             built = text.builder.build(routed.prompt, routed.media)
             max_tokens = self._max_tokens(sampling, built, getattr(routed.prompt, "is_transcript", False))
+            prompt_positions, position_delta = self._positions(built, max_tokens)
             base_id = request_id or uuid.uuid4().hex
             return [
                 EngineRequest(
@@ -143,6 +154,8 @@ class Intake:
                     handle=None if handle is None else handle.fork(),
                     receipt=receipt,
                     text=text,
+                    prompt_positions=prompt_positions,
+                    position_delta=position_delta,
                 )
                 for index in range(routed.n)
             ]
@@ -157,8 +170,8 @@ class Intake:
     def _decode(self, parts: Sequence[AudioPart | ImagePart]) -> list[MediaInput]:
         counts = {"audio": 0, "image": 0}
         for part in parts:
-            modality = "audio" if isinstance(part, AudioPart) else "image"
-            if modality == "image" or self._audio is None:
+            modality = modality_of(part)
+            if modality not in self._frontends:
                 raise MediaError(f"The model takes no {modality}; leave the {modality} part out.", param=part.param)
             counts[modality] += 1
             limit = self._limits.max_media.get(modality, 8)
@@ -168,20 +181,25 @@ class Intake:
                     f"send fewer, earlier turns included, or start with --limit-mm-per-prompt '{{\"{modality}\": N}}'.",
                     param=part.param,
                 )
-        media = []
-        for part in parts:
-            assert isinstance(part, AudioPart) and self._audio is not None
-            clip = decode_audio(
-                part,
-                rate=self._audio.rate,
-                max_seconds=self._limits.max_audio_seconds,
-                max_bytes=self._limits.max_media_bytes,
-            )
-            media.append(self._audio.prepare(clip))
-        return media
+        return [self._frontends[modality_of(part)].read(part, self._limits) for part in parts]
+
+    def _positions(self, built: BuiltPrompt, max_tokens: int) -> tuple[np.ndarray | None, int]:
+        """`EngineRequest.prompt_positions` and `position_delta`."""
+        prompt_len = len(built.token_ids)
+        if self._has_grid_positions and any(span.media.grid for span in built.spans):
+            return grid_positions(prompt_len, built.spans)
+        # The last token of the answer is never read.
+        is_long = self._short_len is not None and prompt_len + max_tokens - 1 > self._short_len
+        return None, LONG if is_long else 0
 
     def _max_tokens(self, sampling: SamplingParams, built: BuiltPrompt, is_transcript: bool) -> int:
         prompt_len = len(built.token_ids)
+        longest_span = max((span.media.num_tokens for span in built.spans if span.media.is_mutual), default=0)
+        if longest_span > self._limits.max_mutual_tokens:
+            raise MediaError(
+                f"An image takes {longest_span} tokens in one step, but a step holds {self._limits.max_mutual_tokens}; "
+                "start with a larger --max-num-batched-tokens."
+            )
         room = self._limits.max_model_len - prompt_len
         if room < 1 or (sampling.max_tokens or 1) > room:
             wanted = f" and max_tokens is {sampling.max_tokens}" if sampling.max_tokens else ""

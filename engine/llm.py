@@ -21,6 +21,7 @@ from engine.request import (
     AudioPart,
     ChatPrompt,
     CompletionOutput,
+    ImagePart,
     LoRARequest,
     Message,
     Prompt,
@@ -64,10 +65,12 @@ class LLM:
         """Complete one prompt or many; all run in one batch, whatever their adapters.
 
         Args:
-            prompts: a text; `{"prompt": text, "multi_modal_data": {"audio": (samples, rate) or a list of them}}`;
-                or `{"prompt_token_ids": ids}`.
+            prompts: a text; `{"prompt": text, "multi_modal_data": {"audio": (samples, rate), "image": pixels}}` or
+                lists of them, an image being a PIL image, uint8 pixels [H, W, 3], a path or bytes; or
+                `{"prompt_token_ids": ids}`.
             sampling_params: for all prompts, or one each.
-            lora_request: for all prompts, or one each; where it is None the routing rule decides.
+            lora_request: for all prompts, or one each; where it is None the routing rule decides, and the name "none"
+                asks for the base model.
 
         Returns:
             One output a prompt, in order; `lora_request` names the adapter that answered.
@@ -84,7 +87,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many, given as OpenAI messages.
 
-        A content part is `{"type": "text", "text": …}` or `{"type": "audio", "audio": path, bytes or (samples, rate)}`.
+        A content part is `{"type": "text", "text": …}`, `{"type": "audio", "audio": path, bytes or (samples, rate)}` or
+        `{"type": "image", "image": path, bytes, pixels or a PIL image}`.
         """
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_single else messages
@@ -137,7 +141,9 @@ class LLM:
             logprobs += delta.logprobs
             stop_reason = delta.stop_reason
         receipt = answer.receipt
-        if lora is None and receipt.name is not None:
+        if receipt.name is None:
+            lora = None
+        elif lora is None:
             info = self.engine.adapters.get(receipt.name)
             lora = LoRARequest(receipt.name, info.lora_int_id, info.source)
         output = CompletionOutput(0, text, token_ids, answer.finish_reason, stop_reason, logprobs)
@@ -172,13 +178,16 @@ def _to_prompt(item: PromptInput) -> Prompt:
     if "prompt_token_ids" in item:
         return TokenPrompt(item["prompt_token_ids"])
     media = dict(item.get("multi_modal_data") or {})
-    clips = media.pop("audio", [])
+    clips, images = (_listed(media.pop(modality, [])) for modality in ("audio", "image"))
     if media:
         raise InvalidRequest(
-            f"multi_modal_data holds {', '.join(media)}; only audio is served.", param="multi_modal_data"
+            f"multi_modal_data holds {', '.join(media)}; only audio and image are served.", param="multi_modal_data"
         )
-    clips = clips if isinstance(clips, list) else [clips]
-    return TextPrompt(item["prompt"], [AudioPart(clip) for clip in clips])
+    return TextPrompt(item["prompt"], [AudioPart(clip) for clip in clips], [ImagePart(image) for image in images])
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _to_chat(messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
@@ -188,12 +197,14 @@ def _to_chat(messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
 def _to_content(content: Any) -> Any:
     if isinstance(content, str):
         return content
-    parts: list[TextPart | AudioPart] = []
+    parts: list[TextPart | AudioPart | ImagePart] = []
     for part in content:
         if part.get("type") == "text":
             parts.append(TextPart(part["text"]))
         elif part.get("type") == "audio":
             parts.append(AudioPart(part["audio"]))
+        elif part.get("type") == "image":
+            parts.append(ImagePart(part["image"]))
         else:
-            raise InvalidRequest(f"A content part has the type {part.get('type')!r}; known are text and audio.")
+            raise InvalidRequest(f"A content part has the type {part.get('type')!r}; known are text, audio and image.")
     return parts

@@ -266,14 +266,19 @@ class EngineLoop:
             self._fail(item.state, EngineFault("The engine failed while computing this answer; try again."))
 
     def _encode_media(self, plan: Plan) -> None:
-        """Compute media features request by request, so that a clip which fails takes no neighbour along."""
+        """Compute media features; where that fails, request by request, so that a clip takes no neighbour along."""
+        try:
+            self._runner.encode_media(plan.items)
+            return
+        except Exception:
+            logger.exception("event=media_batch_failed requests=%s", _request_ids(plan))
         for item in list(plan.items):
             try:
-                self._runner.encode_media(item)
+                self._runner.encode_media([item])
             except Exception:
                 logger.exception("event=media_failed request=%s", item.state.request.request_id)
                 plan.items.remove(item)
-                self._fail(item.state, EngineFault("The engine failed while reading this request's audio; try again."))
+                self._fail(item.state, EngineFault("The engine failed while reading this request's media; try again."))
 
     def _check_progress(self, plan: Plan) -> None:
         """Nothing could be planned: normal after a preemption, or where the last request ended just now; else the

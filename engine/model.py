@@ -1,7 +1,7 @@
 """The base model: transformers' own class, loaded and driven through its decoder submodule.
 
 Owns the weights and knows what the architecture table says about them. The engine calls four things: `embed`, `decode`,
-`logits` and `encode_audio`. Nothing here knows of requests or adapters' contents.
+`logits` and `encode`. Nothing here knows of requests or adapters' contents.
 
 T packed tokens, H hidden width, V vocabulary, R rows.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +21,13 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from adapters.surface import EmbeddingSite, LinearSite, ModelSurface, any_tokenizer
 from engine.added_tokens import AddedTokens
-from engine.architectures import Architecture, find_architecture
+from engine.architectures import Architecture, find_architecture, rope_types
 from engine.attention import PAGED_ATTENTION
 from engine.errors import AppError, InvalidRequest, UnsupportedModel
 from engine.kv_cache import KVShape
 from engine.lora_embedding import EmbeddingLora
+from engine.positions import NUM_GRID_ROWS, LongRope
+from engine.request import Modality
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class BaseModel:
         embedding_name: module name of the decoder's embedding table.
         embedding_lora: adapters of that table; None without.
         added_tokens: rows that adapters add to the vocabulary; None without.
+        long_rope: the rotary embedding, where requests of different length take different frequencies.
     """
 
     def __init__(self, model: PreTrainedModel, architecture: Architecture, name: str) -> None:
@@ -61,7 +64,9 @@ class BaseModel:
         self.embedding_lora: EmbeddingLora | None = None
         self.added_tokens: AddedTokens | None = None
         self._lm_head = cast(Any, model.get_submodule("lm_head"))
-        self._placeholder_id: int = getattr(model.config, "audio_token_id", None) or -1
+        self.long_rope: LongRope | None = None
+        if "longrope" in rope_types(self.config):
+            self.decoder.rotary_emb = self.long_rope = LongRope(self.decoder.rotary_emb, self.text_config)
         # The decoder's layers read the implementation from this config at each call; towers have configs of their own.
         self.decoder.config._attn_implementation = PAGED_ATTENTION
 
@@ -71,14 +76,24 @@ class BaseModel:
         return int(self._embedding.weight.shape[0])
 
     @property
-    def placeholder_id(self) -> int:
-        """The token id that stands for media; -1 where the model takes none."""
-        return self._placeholder_id
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """The token ids that stand for media."""
+        config = self.config
+        # Older configs call the id an index.
+        return tuple(
+            int(getattr(config, f"{kind}_token_{'id' if hasattr(config, f'{kind}_token_id') else 'index'}"))
+            for kind in self.architecture.media
+        )
 
     @property
     def max_positions(self) -> int:
         """Longest context that the model was made for, in tokens."""
         return int(getattr(self.text_config, "max_position_embeddings", 4096))
+
+    @property
+    def num_position_rows(self) -> int:
+        """K, numbers that place a token."""
+        return NUM_GRID_ROWS if self.architecture.has_grid_positions else 1
 
     @property
     def max_in_features(self) -> int:
@@ -100,9 +115,11 @@ class BaseModel:
         return KVShape(config.num_hidden_layers, num_kv_heads, head_dim, self.dtype)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] int64 -> [T, H]; media placeholders, which may lie outside the embedding, give row 0, to be overwritten."""
-        is_text = (token_ids < self.vocab_size) & (token_ids != self._placeholder_id)
-        table_ids = torch.where(is_text, token_ids, 0)
+        """[T] int64 -> [T, H]; ids outside the embedding give row 0, to be overwritten by their media."""
+        is_inside = token_ids < self.vocab_size
+        if self.architecture.hides_placeholders:
+            is_inside = is_inside & (token_ids != self.placeholder_ids[0])
+        table_ids = torch.where(is_inside, token_ids, 0)
         embeddings: torch.Tensor = self._embedding(table_ids)
         if self.embedding_lora is not None:
             self.embedding_lora.add_(embeddings, table_ids)
@@ -111,8 +128,9 @@ class BaseModel:
         return embeddings
 
     def decode(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T, H], [T] -> hidden states [T, H] after the final norm."""
-        output = self.decoder(inputs_embeds=embeddings[None], position_ids=positions[None], use_cache=False)
+        """[T, H], [K, T] -> hidden states [T, H] after the final norm."""
+        position_ids = positions if positions.shape[0] == 1 else positions[:, None]
+        output = self.decoder(inputs_embeds=embeddings[None], position_ids=position_ids, use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -124,11 +142,15 @@ class BaseModel:
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         return self.architecture.finish_logits(logits, self.text_config)
 
-    def encode_audio(self, features: torch.Tensor) -> torch.Tensor:
-        """One clip's [1, E, F] features -> [n, H]. One clip a call: padding would change the result."""
-        output = self.model.get_audio_features(features.to(self.device, self.dtype))  # type: ignore[operator]
-        encoded: torch.Tensor = output.pooler_output[0]
-        return encoded
+    def encode(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """What the tower takes of K items, of equal shapes since padding could change the result -> K tensors [n, H]."""
+        inputs = {
+            name: torch.cat([item[name] for item in items]).to(
+                self.device, self.dtype if tensor.is_floating_point() else None
+            )
+            for name, tensor in items[0].items()
+        }
+        return self.architecture.media[modality].encode(self.model, inputs, len(items))
 
     def surface(
         self,
@@ -146,6 +168,8 @@ class BaseModel:
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Embedding) and module is not self._embedding:
                 unsupported[name] = "LoRA on embeddings is not served"
+            elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                unsupported[name] = "LoRA on convolutions is not served"
             elif _is_linear(module) and not _is_inside_attention_block(self.model, name):
                 linears[name] = LinearSite(name, module.in_features, module.out_features, self._part_of(name))
         num_tokens, width = self._embedding.weight.shape
@@ -211,6 +235,7 @@ def load_model(
     with _plain_errors(path):
         config = AutoConfig.from_pretrained(path, **_gguf(gguf_file))
     architecture = find_architecture(config)
+    config = architecture.own_config(config)
     if isinstance(getattr(config, "quantization_config", None), dict):
         raise UnsupportedModel("Checkpoints that are quantised already are not served yet; use the full-precision one.")
     torch_dtype = _pick_dtype(dtype, config, target)
@@ -236,6 +261,12 @@ def load_model(
                 "it may be damaged, or an adapter folder.",
                 param="model",
             )
+    if not any(name == architecture.decoder for name, _ in model.named_modules()):
+        raise UnsupportedModel(
+            f"{architecture.class_name} of transformers {transformers.__version__} is laid out in another way than the one "
+            "that is served; install a newer transformers.",
+            param="model",
+        )
     name = Path(path).name if Path(path).exists() else path
     return BaseModel(model.eval().requires_grad_(False).to(target), architecture, name)
 

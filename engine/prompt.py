@@ -1,4 +1,5 @@
-"""From messages, text or token ids to the token ids that the model reads, with a span of placeholders for each clip.
+"""From messages, text or token ids to the token ids that the model reads, with a span of placeholders for each
+media item.
 
 Owns the chat template's use and the rule that text typed by a user is text: a special token's name inside a message is
 never read as that token. Knows nothing of routing or requests' lives. Called by `engine/intake`.
@@ -7,13 +8,23 @@ never read as that token. Knows nothing of routing or requests' lives. Called by
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from engine.audio import AudioFrontend
 from engine.errors import InvalidRequest, MediaError
-from engine.request import AudioPart, ChatPrompt, ImagePart, Message, Prompt, TextPart, TextPrompt, TokenPrompt
+from engine.frontend import Frontend, modality_of
+from engine.request import (
+    AudioPart,
+    ChatPrompt,
+    ImagePart,
+    Message,
+    Modality,
+    Prompt,
+    TextPart,
+    TextPrompt,
+    TokenPrompt,
+)
 from engine.state import MediaInput, MediaSpan
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -31,10 +42,14 @@ class BuiltPrompt:
     text: str | None
 
 
+class _Placed(str):
+    """The modality of an item, at its place among the texts of a message."""
+
+
 def media_parts(prompt: Prompt) -> list[AudioPart | ImagePart]:
     """All media of a prompt, in order, earlier turns included."""
     if isinstance(prompt, TextPrompt):
-        return list(prompt.audio)
+        return [*prompt.audio, *prompt.images]
     if isinstance(prompt, TokenPrompt):
         return []
     return [
@@ -78,36 +93,43 @@ class PromptBuilder:
     Args:
         tokenizer: the model's fast tokenizer.
         chat_template: its template, None when the model has none.
-        audio: the model's audio frontend, None when it takes no audio.
+        frontends: one for each modality that the model takes.
         vocab_size: ids that a token prompt may hold are below this.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None, audio: AudioFrontend | None, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Any, chat_template: str | None, frontends: Sequence[Frontend], vocab_size: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._audio = audio
+        self._frontends: dict[Modality, Frontend] = {frontend.modality: frontend for frontend in frontends}
         self._vocab_size = vocab_size
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special |= {frontend.placeholder for frontend in frontends}
         self._special_texts = sorted(special, key=len, reverse=True)
         self._single_ids = self._ids_of_single_characters()
         self._takes_parts = chat_template is not None and self._probe_parts()
+        self._places_media = {
+            modality: chat_template is not None and self._probe_media(frontend)
+            for modality, frontend in self._frontends.items()
+        }
 
     def build(self, prompt: Prompt, media: Sequence[MediaInput]) -> BuiltPrompt:
         """Token ids and spans; `media` are the prompt's, in the order of `media_parts`.
 
         Raises:
             InvalidRequest: the prompt is empty, or the template refuses the messages.
-            MediaError: the number of placeholders and of clips differ.
+            MediaError: the number of placeholders and of media items differ.
         """
         _check_text(prompt)
         if isinstance(prompt, TokenPrompt):
             built = BuiltPrompt(self._check_ids(prompt.token_ids), (), None)
         elif isinstance(prompt, TextPrompt):
-            token_ids = self._tokenizer(prompt.text)["input_ids"]
+            token_ids = self._tokenizer(self._with_expansions(prompt.text))["input_ids"]
             built = self._expand(token_ids, media, prompt.text)
         else:
             text, guarded = self._render(prompt)
-            built = self._expand(self._encode_guarded(text, guarded), media, text)
+            built = self._expand(self._encode_guarded(self._with_expansions(text), guarded), media, text)
         if not built.token_ids:
             raise InvalidRequest("The prompt is empty; send at least one token.", param="prompt")
         return built
@@ -119,30 +141,40 @@ class PromptBuilder:
                     f"The prompt holds the token id {token_id}, but ids are between 0 and {self._vocab_size - 1}.",
                     param="prompt",
                 )
-        if self._audio is not None and self._audio.placeholder_id in token_ids:
-            raise InvalidRequest(
-                "A token prompt cannot hold audio placeholders; send audio as a message.", param="prompt"
-            )
+        for modality, frontend in self._frontends.items():
+            if frontend.placeholder_id in token_ids:
+                raise InvalidRequest(
+                    f"A token prompt cannot hold {modality} placeholders; send the {modality} in a message.",
+                    param="prompt",
+                )
         return list(token_ids)
 
+    def _with_expansions(self, text: str) -> str:
+        """A text with what the model reads in place of each placeholder."""
+        for frontend in self._frontends.values():
+            if frontend.expansion != frontend.placeholder:
+                text = text.replace(frontend.placeholder, frontend.expansion)
+        return text
+
     def _expand(self, token_ids: list[int], media: Sequence[MediaInput], text: str) -> BuiltPrompt:
-        """Replace each single placeholder by as many as its clip fills."""
-        if self._audio is None:
-            return BuiltPrompt(token_ids, (), text)
-        placeholder_id = self._audio.placeholder_id
-        num_placeholders = token_ids.count(placeholder_id)
-        if num_placeholders != len(media):
-            raise MediaError(
-                f"The prompt has {num_placeholders} {self._audio.placeholder} placeholder(s) for {len(media)} audio clip(s); "
-                "write one for each clip."
-            )
+        """Replace each single placeholder by as many as its item fills; items of a modality come in order."""
+        waiting: dict[int, Iterator[MediaInput]] = {}
+        for modality, frontend in self._frontends.items():
+            items = [item for item in media if item.modality == modality]
+            num_placeholders = token_ids.count(frontend.placeholder_id)
+            if num_placeholders != len(items):
+                raise MediaError(
+                    f"The prompt has {num_placeholders} {frontend.placeholder} placeholder(s) for {len(items)} {modality} "
+                    "item(s); write one for each."
+                )
+            waiting[frontend.placeholder_id] = iter(items)
         expanded: list[int] = []
         spans: list[MediaSpan] = []
         for token_id in token_ids:
-            if token_id == placeholder_id:
-                item = media[len(spans)]
+            if token_id in waiting:
+                item = next(waiting[token_id])
                 spans.append(MediaSpan(len(expanded), item))
-                expanded += [placeholder_id] * item.num_tokens
+                expanded += [token_id] * item.num_tokens
             else:
                 expanded.append(token_id)
         return BuiltPrompt(expanded, tuple(spans), text)
@@ -183,21 +215,30 @@ class PromptBuilder:
         if isinstance(message.content, str):
             return {"role": role, "content": self._as_content([self._guard(message.content, guarded)])}
         pieces: list[str] = []
-        previous: object = None
+        is_text = False
         for part in message.content:
             if isinstance(part, TextPart):
-                joint = "\n" if isinstance(previous, TextPart) else ""
-                pieces.append(joint + self._guard(part.text, guarded))
+                text = self._guard(part.text, guarded)
+                if is_text:
+                    pieces[-1] += "\n" + text
+                else:
+                    pieces.append(text)
             else:
-                assert self._audio is not None and isinstance(part, AudioPart), (
-                    "media of other kinds are refused before"
-                )
-                pieces.append(self._audio.placeholder)
-            previous = part
+                pieces.append(_Placed(modality_of(part)))
+            is_text = isinstance(part, TextPart)
         return {"role": role, "content": self._as_content(pieces)}
 
-    def _as_content(self, pieces: list[str]) -> Any:
-        text = "".join(pieces)
+    def _as_content(self, pieces: Sequence[str]) -> Any:
+        """What the template gets for a message: a list of parts where it wants one or places the media, else text."""
+        media: set[str] = {piece for piece in pieces if isinstance(piece, _Placed)}
+        if media and all(self._places_media[cast("Modality", modality)] for modality in media):
+            return [
+                {"type": str(piece)} if isinstance(piece, _Placed) else {"type": "text", "text": piece}
+                for piece in pieces
+            ]
+        text = "".join(
+            self._frontends[cast("Modality", piece)].inline if isinstance(piece, _Placed) else piece for piece in pieces
+        )
         return [{"type": "text", "text": text}] if self._takes_parts else text
 
     def _guard(self, text: str, guarded: list[str]) -> str:
@@ -265,3 +306,15 @@ class PromptBuilder:
             if probe in text and "'type'" not in text:
                 return is_list
         return False
+
+    def _probe_media(self, frontend: Frontend) -> bool:
+        """Whether the template, given a part of this modality, writes its placeholder by itself, once."""
+        probe = "probe-of-the-template"
+        parts = [{"type": frontend.modality}, {"type": "text", "text": probe}]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": parts}], chat_template=self._chat_template, tokenize=False
+            )
+        except Exception:  # noqa: BLE001 - as above
+            return False
+        return probe in text and "'type'" not in text and text.count(frontend.placeholder) == 1

@@ -15,6 +15,7 @@ from engine.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL.Image import Image as PILImage
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Modality = Literal["audio", "image"]
@@ -41,9 +42,9 @@ class AudioPart:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An image inside a message, not decoded yet: bytes of a file, or a path."""
+    """An image inside a message, not decoded yet: bytes of a file, a path, a PIL image or uint8 pixels [H, W, 3]."""
 
-    source: bytes | Path
+    source: bytes | Path | PILImage | np.ndarray
     param: str | None = None
 
 
@@ -75,10 +76,11 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A raw prompt. Each audio placeholder in the text (such as `<|audio|>`) takes the next item of `audio`."""
+    """A raw prompt. Each placeholder in the text (such as `<|audio|>`) takes the next item of `audio` or `images`."""
 
     text: str
     audio: Sequence[AudioPart] = ()
+    images: Sequence[ImagePart] = ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Owns the step objects that the layers read and the encoder cache. Called by `eng
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +19,12 @@ from engine.model import BaseModel
 from engine.request import TokenLogprob
 from engine.sampler import Choice, Sampler
 from engine.scheduler import Plan, PlanItem
-from engine.state import MediaSpan, RequestState
+from engine.state import MediaInput, RequestState
 from engine.transfer import to_device
 from kernels import NULL_BLOCK, AttentionMetadata, LoraMetadata, LoraSegment
+
+_MAX_ENCODED = 8
+"""Media items that a tower takes in one call; bounds its memory."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,16 @@ class LaunchedStep:
         """Each sampled item's next token (-1 where its logits are not numbers); waits until the device has them."""
         token_ids, logprobs = self.choice.read()
         return list(zip(self.sampled, token_ids, logprobs, strict=True))
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """A media item whose features must be computed: the adapter that changes them, if any, and who waits for them."""
+
+    media: MediaInput
+    tower_digest: str | None
+    lora_slot: int
+    states: list[RequestState]
 
 
 class Runner:
@@ -71,18 +85,27 @@ class Runner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def encode_media(self, item: PlanItem) -> None:
-        """Have the features of the media that the item's chunk touches; the request keeps them."""
-        for span in item.state.request.spans:
-            if max(span.start, item.start) < min(span.end, item.end):
-                self._features(item.state, span)
+    def encode_media(self, items: Sequence[PlanItem]) -> None:
+        """Have the features of the media that the items' chunks touch; the requests keep them until they end.
+
+        Media of equal shape and adapter are computed in one call, whoever sent them.
+        """
+        batches: dict[tuple[object, ...], dict[str, _Encoding]] = {}
+        for item in items:
+            for span in item.state.request.spans:
+                if max(span.start, item.start) < min(span.end, item.end):
+                    self._find_features(item.state, span.media, batches)
+        for batch in batches.values():
+            waiting = list(batch.values())
+            for start in range(0, len(waiting), _MAX_ENCODED):
+                self._encode(waiting[start : start + _MAX_ENCODED])
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
         """Start computing the plan; on a GPU this returns long before the device is done."""
         graphs = self._graphs
         graph_size = None if graphs is None else graphs.size_for(plan)
-        batch = build_batch(plan, self._block_size, graph_size)
+        batch = build_batch(plan, self._block_size, graph_size, num_position_rows=self._model.num_position_rows)
         logits = self._forward(plan, batch) if graphs is None or graph_size is None else graphs.run(batch)
         for row, item in enumerate(batch.sampled):
             if item.state.request.on_logits is not None:
@@ -106,7 +129,7 @@ class Runner:
         self._attention_step.metadata = AttentionMetadata([num_tokens], [num_keys], table, self._block_size).on(device)
         self._attention_step.kv_index = torch.full_like(token_ids, -1)
         self._set_segments("decoder", (LoraSegment(0, 0, num_tokens),) if has_lora else (), num_tokens)
-        self._model.decode(self._model.embed(token_ids), token_ids)
+        self._model.decode(self._model.embed(token_ids), token_ids.expand(self._model.num_position_rows, -1))
 
     def _forward(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """[R, V] float32 logits of the rows to sample, launch by launch."""
@@ -116,10 +139,11 @@ class Runner:
         self._set_segments("decoder", batch.lora_segments, batch.num_tokens)
         embeddings = self._embed(plan, token_ids)
         self._attention_step.metadata = AttentionMetadata(
-            batch.query_lens, batch.kv_lens, to_device(batch.block_table, torch.int32, device), self._block_size
-        )
+            batch.query_lens, batch.kv_lens, to_device(batch.block_table, torch.int32, device), self._block_size,
+            mutual_spans=None if batch.mutual_spans is None else to_device(batch.mutual_spans, torch.int32, device),
+        )  # fmt: skip
         self._attention_step.kv_index = inputs[KV_INDEX]
-        hidden = self._model.decode(embeddings, inputs[POSITIONS])
+        hidden = self._model.decode(embeddings, inputs[POSITIONS:])
         self._set_segments("head", batch.head_segments, len(batch.sampled))
         return self._model.logits(hidden[to_device(batch.logits_at, torch.int64, device)])
 
@@ -131,26 +155,43 @@ class Runner:
             for span in item.state.request.spans:
                 start, end = max(span.start, item.start), min(span.end, item.end)
                 if start < end:
-                    features = self._features(item.state, span)[start - span.start : end - span.start]
+                    features = item.state.media_features[span.media.digest][start - span.start : end - span.start]
                     offset = chunk_start - item.start
                     embeddings[start + offset : end + offset] = features.to(embeddings.dtype)
             chunk_start += item.end - item.start
         return embeddings
 
-    def _features(self, state: RequestState, span: MediaSpan) -> torch.Tensor:
-        """[n, H] of a media item: computed once, cached, and kept by the request until it ends."""
-        media = span.media
-        features = state.media_features.get(media.digest)
+    def _find_features(
+        self, state: RequestState, media: MediaInput, batches: dict[tuple[object, ...], dict[str, _Encoding]]
+    ) -> None:
+        """Give the request what is known of a media item's features, or note in `batches` what must be computed."""
+        if media.digest in state.media_features:
+            return
+        tower_digest = _tower_digest(state)
+        lora_slot = -1 if tower_digest is None else state.lora_slot
+        batch = batches.setdefault((lora_slot, media.batch_key), {})
+        if media.digest in batch:
+            batch[media.digest].states.append(state)
+            return
+        features = self._encoder_cache.get((media.digest, tower_digest))
         if features is None:
-            key = (media.digest, _tower_digest(state))
-            features = self._encoder_cache.get(key)
-            if features is None:
-                self._set_uniform_segment(state.lora_slot)
-                features = self._model.encode_audio(media.features)
-                assert features.shape[0] == media.num_tokens, "placeholders and features differ in number"
-                self._encoder_cache.put(key, features)
+            batch[media.digest] = _Encoding(media, tower_digest, lora_slot, [state])
+        else:
             state.media_features[media.digest] = features
-        return features
+
+    def _encode(self, batch: Sequence[_Encoding]) -> None:
+        """Compute the features of items of equal shape under one adapter."""
+        first = batch[0]
+        self._set_uniform_segment(first.lora_slot)
+        outputs = self._model.encode(first.media.modality, [encoding.media.features for encoding in batch])
+        for encoding, features in zip(batch, outputs, strict=True):
+            media = encoding.media
+            assert features.shape[0] == media.num_tokens, "placeholders and features differ in number"
+            # A copy, as a view would keep the features of the whole batch.
+            features = features.clone() if len(batch) > 1 else features
+            self._encoder_cache.put((media.digest, encoding.tower_digest), features)
+            for state in encoding.states:
+                state.media_features[media.digest] = features
 
     def _set_uniform_segment(self, lora_slot: int) -> None:
         segments = () if lora_slot < 0 else (LoraSegment(lora_slot, 0, None),)

@@ -37,6 +37,11 @@ def _item(state: RequestState, num_tokens: int) -> PlanItem:
     return PlanItem(state, state.num_computed, end, is_sampled=end == state.num_tokens)
 
 
+def _chunk_len(state: RequestState, start: int, num_tokens: int) -> int:
+    """As many of `num_tokens` tokens from `start` on as one step may compute; 0 where they must wait for a larger budget."""
+    return state.request.end_of_chunk(start, start + num_tokens) - start
+
+
 @dataclass
 class Plan:
     """One step's work, ordered by LoRA row (base first), so that an adapter's tokens are one segment."""
@@ -140,7 +145,9 @@ class Scheduler:
                 break
             if state.status is not Status.RUNNING or state.is_sampled_out:
                 continue
-            num_tokens = min(state.num_pending, budget)
+            num_tokens = _chunk_len(state, state.num_computed, min(state.num_pending, budget))
+            if num_tokens == 0:
+                continue
             while not self._grow(state, state.num_computed + num_tokens):
                 if not may_preempt:
                     return None
@@ -205,8 +212,9 @@ class Scheduler:
                     passed.append(state)
                     continue
                 matched = self._match_prefix(state)
-                num_tokens = min(len(state.token_ids) - len(matched) * self.block_size, budget)
-                has_room = self._start(state, matched, num_tokens)
+                num_cached = len(matched) * self.block_size
+                num_tokens = _chunk_len(state, num_cached, min(len(state.token_ids) - num_cached, budget))
+                has_room = num_tokens > 0 and self._start(state, matched, num_tokens)
             except Exception as error:
                 self.waiting.extendleft([state, *reversed(passed)])
                 raise AdmissionFault(state) from error

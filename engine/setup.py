@@ -85,7 +85,7 @@ def runs_ahead(config: EngineConfig, base: BaseModel) -> bool:
 
 def check_extra_vocab(config: EngineConfig, base: BaseModel) -> None:
     """Refuse room for added tokens where their ids would be the model's media placeholders."""
-    if config.lora_extra_vocab_size and base.placeholder_id >= base.vocab_size:
+    if config.lora_extra_vocab_size and max(base.placeholder_ids, default=-1) >= base.vocab_size:
         raise InvalidRequest(
             f"--lora-extra-vocab-size is {config.lora_extra_vocab_size}, but this model's placeholder for media lies past "
             "its vocabulary, where added tokens would; leave the flag out.",

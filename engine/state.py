@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.block_pool import hash_block, root_hash
-from engine.request import Receipt, SamplingParams
+from engine.request import Modality, Receipt, SamplingParams
 
 if TYPE_CHECKING:
     from adapters.generation import GenerationHandle
@@ -32,15 +32,27 @@ class MediaInput:
 
     Attributes:
         digest: content digest of the decoded media and of the preprocessing.
-        features: what the tower takes, [1, E, F] float32 for audio.
+        features: what the tower takes, by the names of its arguments.
         num_tokens: placeholders that it fills in the prompt.
+        modality: audio or image.
         is_silent: whether there is nothing in it to hear.
+        grid: rows and columns in which an image's placeholders stand, where their positions follow from that.
+        is_mutual: whether its placeholders see each other in both directions, so that they belong in one chunk.
     """
 
     digest: str
-    features: torch.Tensor
+    features: Mapping[str, torch.Tensor]
     num_tokens: int
+    modality: Modality = "audio"
     is_silent: bool = False
+    grid: tuple[int, int] | None = None
+    is_mutual: bool = False
+
+    @property
+    def batch_key(self) -> tuple[object, ...]:
+        """Equal for items that a tower may take in one call: of one modality, and of equal shapes."""
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self.features.items())
+        return (self.modality, self.grid, *shapes)
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,8 @@ class EngineRequest:
             copy; it must be quick and never raise. None for users' requests.
         receipt: without queue time and cached tokens, which are not known yet.
         text: the tokenizer that made the prompt, with what decodes the answer; None for the loop's own.
+        prompt_positions: [K, P] int64, what the rotary embedding takes for the prompt; None where that is a token's
+            place plus `position_delta`, as for all tokens after the prompt.
     """
 
     request_id: str
@@ -82,11 +96,23 @@ class EngineRequest:
     receipt: Receipt
     text: TextSide | None = None
     on_logits: Callable[[torch.Tensor], None] | None = None
+    prompt_positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    position_delta: int = 0
 
     @property
     def generation_digest(self) -> str | None:
         """Digest of the adapter's content, None for the base model."""
         return self.handle.generation.digest if self.handle else None
+
+    def end_of_chunk(self, start: int, end: int) -> int:
+        """The last place at or before `end` where a chunk from `start` may end: not inside a span of mutual tokens.
+
+        `start` itself where there is none between.
+        """
+        for span in self.spans:
+            if span.media.is_mutual and span.start < end < span.end:
+                return max(start, span.start)
+        return end
 
 
 class Status(enum.Enum):
@@ -185,10 +211,17 @@ class RequestState:
         while (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
             start = len(self.block_hashes) * block_size
             end = start + block_size
-            parent = self.block_hashes[-1] if self.block_hashes else root_hash(self.request.generation_digest)
+            parent = self.block_hashes[-1] if self.block_hashes else self._root_hash()
             media_keys = [
                 f"{span.media.digest}@{span.start - start}"
                 for span in self.request.spans
                 if span.start < end and start < span.end
             ]
             self.block_hashes.append(hash_block(parent, self.token_ids[start:end], media_keys))
+
+    def _root_hash(self) -> bytes:
+        """Start of the hash chain; keys turned by other frequencies are never shared."""
+        request = self.request
+        return root_hash(
+            request.generation_digest, is_long=request.prompt_positions is None and request.position_delta > 0
+        )

@@ -5,11 +5,20 @@ Knows transformers' loading functions and turns their failures into sentences. C
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
+import transformers
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers.image_processing_base import ImageProcessingMixin
+from transformers.utils.hub import cached_file
 
 from engine.errors import InvalidRequest
+from engine.request import Modality
 
 
 def load_tokenizer(path: str, gguf_file: str | None) -> Any:
@@ -42,16 +51,62 @@ def load_like(base: Any, folder: str) -> Any:
         raise InvalidRequest("The adapter's tokenizer cannot be read.", param="lora") from error
 
 
-def load_processor(path: str) -> Any:
-    """The model's multimodal processor."""
+@dataclass(frozen=True)
+class ProcessorParts:
+    """What of a model's processor the engine uses, where the whole cannot be made.
+
+    A processor also holds the parts for media that are not served (video), which need packages of their own.
+    """
+
+    tokenizer: Any
+    image_processor: Any = None
+    feature_extractor: Any = None
+    chat_template: str | None = None
+
+
+def load_processor(path: str, tokenizer: Any, modalities: Collection[Modality]) -> Any:
+    """The model's multimodal processor, or its parts for the modalities.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, ImportError):
+        processor = AutoProcessor.from_pretrained(path)
+        if hasattr(processor, "tokenizer"):
+            return processor
     try:
-        return AutoProcessor.from_pretrained(path)
+        return ProcessorParts(
+            tokenizer,
+            image_processor=_load_image_processor(path) if "image" in modalities else None,
+            feature_extractor=AutoFeatureExtractor.from_pretrained(path) if "audio" in modalities else None,
+            chat_template=_processor_template(path),
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidRequest(
-            f"No processor could be loaded from {path!r} ({str(error).strip().splitlines()[0]}); the folder needs "
-            "processor_config.json or preprocessor_config.json.",
+            f"No processor could be loaded from {path!r} ({first_line}); the folder needs processor_config.json or "
+            "preprocessor_config.json.",
             param="model",
         ) from error
+
+
+def _load_image_processor(path: str) -> Any:
+    """The model's image processor, in the form that needs no torchvision where that is missing."""
+    try:
+        return AutoImageProcessor.from_pretrained(path)
+    except ImportError:  # older transformers ask for torchvision although they have the other form too
+        config, _ = ImageProcessingMixin.get_image_processor_dict(path)
+        name = str(config["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
+        return getattr(transformers, f"{name}Pil").from_pretrained(path)
+
+
+def _processor_template(path: str) -> str | None:
+    """The chat template of a processor's own file, as older checkpoints have it."""
+    file = cached_file(path, "chat_template.json", _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return None
+    template: str | None = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
+    return template
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -158,7 +158,7 @@ class AttentionMetadata:
         num_tokens: T.
         num_decodes: requests with one query token.
         num_prompts: requests with several query tokens and no other keys, so whole prompts without a cached beginning;
-            0 where the tensors are static, since a replay may be of other requests.
+            0 where the tensors are static, since a replay may be of other requests, and where tokens see what follows.
         max_prompt_len: tokens of the longest of them.
 
     Args:
@@ -168,6 +168,9 @@ class AttentionMetadata:
             padded with `NULL_BLOCK`.
         block_size: P, tokens in a block.
         tensors: the same batch where it is on the device already (`AttentionBuffers`); made on first use otherwise.
+        mutual_spans: [T, 2] int32 or None, where the block table lies: `[start, end)` of the keys, counted in the
+            request, that a token sees beside those before it; (0, 0) for none. Such a span is no longer than any
+            window, and its keys are in the pool.
     """
 
     def __init__(
@@ -177,6 +180,7 @@ class AttentionMetadata:
         block_table: torch.Tensor,
         block_size: int,
         tensors: AttentionTensors | None = None,
+        mutual_spans: torch.Tensor | None = None,
     ) -> None:
         self.query_lens = query_lens
         self.kv_lens = kv_lens
@@ -186,10 +190,12 @@ class AttentionMetadata:
         self.max_query_len = max(query_lens, default=0)
         self.block_table = block_table
         pairs = zip(query_lens, kv_lens, strict=True)
-        prompts = [query_len for query_len, kv_len in pairs if query_len == kv_len > 1] if tensors is None else []
+        is_known = tensors is None and mutual_spans is None
+        prompts = [query_len for query_len, kv_len in pairs if query_len == kv_len > 1] if is_known else []
         self.num_prompts = len(prompts)
         self.max_prompt_len = max(prompts, default=0)
         self._tensors = tensors
+        self.mutual_spans = mutual_spans
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._elsewhere: AttentionMetadata | None = None
 
@@ -200,7 +206,12 @@ class AttentionMetadata:
         if self._elsewhere is None or self._elsewhere.block_table.device != device:
             table = self.block_table if self.block_table.is_cuda else _host_int32(self.block_table, device)
             table = table.to(device, non_blocking=True)
-            self._elsewhere = AttentionMetadata(self.query_lens, self.kv_lens, table, self.block_size)
+            spans = self.mutual_spans
+            if spans is not None:
+                spans = _host_int32(spans, device).to(device, non_blocking=True)
+            self._elsewhere = AttentionMetadata(
+                self.query_lens, self.kv_lens, table, self.block_size, mutual_spans=spans
+            )
         return self._elsewhere
 
     @property
@@ -273,7 +284,8 @@ class AttentionMetadata:
         """[Q, L] bool of prefill `row`, or None where plain causal attention over equal lengths is meant."""
         prefill = self.prefills[row]
         query_len, kv_len = prefill.token_end - prefill.token_start, prefill.kv_index.shape[0]
-        if query_len == kv_len and (window is None or kv_len <= window):
+        is_causal_alone = self.mutual_spans is None
+        if is_causal_alone and query_len == kv_len and (window is None or kv_len <= window):
             return None
         key = (row, window)
         if key not in self._masks:
@@ -283,6 +295,9 @@ class AttentionMetadata:
             mask = position <= query
             if window is not None:
                 mask &= position > query - window
+            if self.mutual_spans is not None:
+                span = self.mutual_spans[prefill.token_start : prefill.token_end]
+                mask |= (position >= span[:, :1]) & (position < span[:, 1:])
             self._masks[key] = mask
         return self._masks[key]
 

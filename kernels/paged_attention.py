@@ -57,6 +57,8 @@ def paged_attention(
         k, v: [T, Hkv, D], this step's keys and values as written to the pools; prompts of which nothing is cached read
             them rather than the pools.
 
+    A token of a mutual span (`metadata.mutual_spans`) sees all of it too.
+
     Returns:
         [T, Hq, D] contiguous, every row written: zeros for a request without keys (padding).
     """
@@ -181,11 +183,14 @@ def _attend_prefills(
     # Request b's tiles begin at cu_query_len[b] // tile_tokens + b: room for all, found without another tensor.
     num_tiles = metadata.num_tokens // tile_tokens + num_rows
     logit_scale, cap = log2_scales(scale, soft_cap)
+    spans = metadata.mutual_spans
+    assert spans is None or spans.is_contiguous()
     _prefill_kernel[(num_tiles * num_kv_heads,)](
-        output, q, k_pool, v_pool, *tensors[:3], logit_scale, cap, window or 0, num_rows, num_kv_heads,
+        output, q, k_pool, v_pool, *tensors[:3], tensors.cu_query_len if spans is None else spans,
+        logit_scale, cap, window or 0, num_rows, num_kv_heads,
         *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], tensors.block_table.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size, HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None, SKIPS_PROMPTS=skips_prompts,
+        HAS_CAP=soft_cap is not None, HAS_SPANS=spans is not None, SKIPS_PROMPTS=skips_prompts,
         ROWS=tile.rows, TOKENS=tile_tokens, KEYS=tile.keys, BLOCK_D=block_d,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -339,12 +344,12 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["window", "num_rows"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, q_ptr, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, table_ptr,
+    out_ptr, q_ptr, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, table_ptr, span_ptr,
     logit_scale, cap, window, num_rows, num_kv_heads,
     stride_out_token, stride_out_head, stride_q_token, stride_q_head,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, SKIPS_PROMPTS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SPANS: tl.constexpr, SKIPS_PROMPTS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """TOKENS queries of one request for the query heads of one KV head."""
@@ -387,6 +392,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if HAS_WINDOW:
         start = tl.maximum(first_position + 1 - window, 0)
         unmasked_end = start
+    if HAS_SPANS:
+        # [ROWS] keys that a query sees although they follow it
+        b_span_start = tl.load(span_ptr + 2 * o_token, mask=m_row, other=0)
+        b_span_end = tl.load(span_ptr + 2 * o_token + 1, mask=m_row, other=0)
+        end = tl.minimum(tl.maximum(end, tl.max(b_span_end, 0)), kv_len)
     # A turn's blocks are read in the turn before: its keys and values can then be on their way several turns ahead.
     b_block = _load_blocks(p_table, start + tl.arange(0, KEYS), end, BLOCK_SIZE)
     for turn in range(start, unmasked_end, KEYS):
@@ -401,6 +411,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         m_visible = o_key[None, :] <= o_position[:, None]
         if HAS_WINDOW:
             m_visible = m_visible & (o_key[None, :] > o_position[:, None] - window)
+        if HAS_SPANS:
+            m_visible = m_visible | ((o_key[None, :] >= b_span_start[:, None]) & (o_key[None, :] < b_span_end[:, None]))
         b_k, b_v = _load_kv(
             k_ptr, v_ptr, b_block, o_key, o_key < end, stride_k_token, stride_v_token,
             BLOCK_SIZE, HEAD_DIM, BLOCK_D, True,

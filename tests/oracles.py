@@ -18,6 +18,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.media_models import EXTRA_SPECIALS, EXTRA_TOKENS, MEDIA_MODELS, media_config, save_processor
+
 SPECIALS = ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|pad|>", "<|audio|>"]
 EOS = 256
 AUDIO = 260
@@ -42,18 +44,22 @@ _TEXT = {
 }
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes as tokens: every text has an encoding, and random ids decode to broken UTF-8 now and then."""
+def make_tokenizer(*, takes_media: bool = False) -> PreTrainedTokenizerFast:
+    """Bytes as tokens: every text has an encoding, and random ids decode to broken UTF-8 now and then.
+
+    `takes_media` adds the special tokens of `tests/media_models`.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    specials = SPECIALS + EXTRA_SPECIALS * takes_media
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=SPECIALS[0],
         pad_token=SPECIALS[3],
-        extra_special_tokens={"audio_token": SPECIALS[4]},
+        extra_special_tokens={"audio_token": SPECIALS[4], **(EXTRA_TOKENS if takes_media else {})},
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
@@ -81,8 +87,14 @@ def _config(architecture: str, **overrides: Any) -> Any:
             window_size=15,
             tie_word_embeddings=False,
         )
+    if architecture in MEDIA_MODELS:
+        return media_config(architecture, _TEXT)
     special: dict[str, dict[str, Any]] = {
         "LlamaForCausalLM": {},
+        "MistralForCausalLM": {"sliding_window": 13},
+        "Phi3ForCausalLM": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        },
         "Qwen2ForCausalLM": {},
         "Qwen3ForCausalLM": {"head_dim": 16},
         "GraniteForCausalLM": {"attention_multiplier": 0.3, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
@@ -109,7 +121,10 @@ def make_model(architecture: str, folder: Path, seed: int = 0, **overrides: Any)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2 and "embed" not in name and "conv" not in name:
+            if architecture in MEDIA_MODELS and ("conv" in name or "patch_embed" in name) and parameter.ndim > 2:
+                fan_in = parameter[0].numel()
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 2 / fan_in**0.5)
+            elif parameter.ndim >= 2 and "embed" not in name and "conv" not in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.9 / parameter.shape[-1] ** 0.5)
             elif "embed_tokens" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.6)
@@ -117,7 +132,8 @@ def make_model(architecture: str, folder: Path, seed: int = 0, **overrides: Any)
                 parameter.fill_(9.0)  # Else the tied head would repeat each token for ever.
     model.generation_config.pad_token_id = 259
     model.save_pretrained(folder)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(takes_media=architecture in MEDIA_MODELS)
+    save_processor(architecture, tokenizer, folder)
     if architecture.startswith("GraniteSpeech"):
         extractor = transformers.GraniteSpeechFeatureExtractor(projector_window_size=15, projector_downsample_rate=5)
         processor = transformers.GraniteSpeechProcessor(extractor, tokenizer, chat_template=CHAT_TEMPLATE)

@@ -21,7 +21,10 @@ CONFINED = {
     "fastapi": {"api", "app", "ui.app"},  # ui.app puts the page on the server's application
     "uvicorn": {"api", "app"},
     "gradio": {"ui", "app"},
-    "transformers": {f"engine.{name}" for name in ("architectures", "attention", "model", "prompt", "tokenizer")},
+    "transformers": {
+        f"engine.{name}"
+        for name in ("architectures", "attention", "encoders", "model", "positions", "prompt", "tokenizer")
+    },
     "peft": set(),
     "openai": set(),
     "pytest": set(),

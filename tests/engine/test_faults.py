@@ -98,7 +98,7 @@ def test_a_clip_that_cannot_be_encoded_takes_no_neighbour_along(
     events = iter(neighbour)
     next(events)
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_engine.base, "encode_audio", fail)
+        patch.setattr(tiny_engine.base, "encode", fail)
         clip = AudioPart((tone(0.6, 877), 16_000))
         bad = drain(tiny_engine.start_sync(TextPrompt("<|audio|>?", [clip]), SHORT)[0])
     assert isinstance(bad[-1], EngineFault)

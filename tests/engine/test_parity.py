@@ -17,7 +17,10 @@ from tests.oracles import Oracle, make_model, random_ids, tone
 
 LLAMA = "LlamaForCausalLM"
 SPEECH = "GraniteSpeechForConditionalGeneration"
-ARCHITECTURES = [LLAMA, "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM", SPEECH]
+ARCHITECTURES = [
+    LLAMA, "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM",
+    "Phi3ForCausalLM", SPEECH,
+]  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-from engine.audio import AudioFrontend
+from engine.audio import GraniteSpeechFrontend
 from engine.errors import InvalidRequest, MediaError
 from engine.media import decode_audio
 from engine.prompt import PromptBuilder
 from engine.request import AudioPart, ChatPrompt, ImagePart, Message, TextPart, TextPrompt, TokenPrompt
 from engine.state import MediaInput
+from tests.media_models import IMAGE, MEDIA_VOCAB_SIZE
 from tests.oracles import AUDIO, VOCAB_SIZE, make_tokenizer, tone
 
 
@@ -25,11 +26,11 @@ def processor(speech_dir: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def builder(processor: Any) -> PromptBuilder:
-    return PromptBuilder(processor.tokenizer, processor.chat_template, AudioFrontend(processor), VOCAB_SIZE)
+    return PromptBuilder(processor.tokenizer, processor.chat_template, [GraniteSpeechFrontend(processor)], VOCAB_SIZE)
 
 
 def media(processor: Any, *lengths: int) -> list[MediaInput]:
-    frontend = AudioFrontend(processor)
+    frontend = GraniteSpeechFrontend(processor)
     return [
         frontend.prepare(decode_audio(AudioPart((tone(1)[:length], 16_000)), rate=16_000, max_seconds=60, max_bytes=1))
         for length in lengths
@@ -98,11 +99,67 @@ def test_templates_that_want_strings_and_lists_both_work(takes_parts: bool) -> N
     if takes_parts:
         content = "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
         tokenizer.chat_template = tokenizer.chat_template.replace("{{ message['content'] }}", content)
-    builder = PromptBuilder(tokenizer, tokenizer.chat_template, None, VOCAB_SIZE)
+    builder = PromptBuilder(tokenizer, tokenizer.chat_template, [], VOCAB_SIZE)
     as_string = builder.build(ChatPrompt([Message("user", "one\ntwo")]), [])
     as_parts = builder.build(ChatPrompt([Message("user", [TextPart("one"), TextPart("two")])]), [])
     assert as_string.token_ids == as_parts.token_ids
     assert as_string.text is not None and "one\ntwo" in as_string.text
+
+
+class _Frontend:
+    """A modality whose items stand between two marks."""
+
+    def __init__(self, modality: str, placeholder: str, placeholder_id: int) -> None:
+        self.modality, self.placeholder, self.placeholder_id = modality, placeholder, placeholder_id
+        self.expansion, self.inline = placeholder, f"({placeholder})"
+
+
+PLACED = {
+    "in order": "{% for part in message['content'] %}{% if part['type'] == 'image' or 'image_url' in part %}[<|image|>]"
+    "{% elif 'audio' in part or part['type'] == 'audio' %}[<|audio|>]{% else %}{{ part['text'] }}{% endif %}{% endfor %}",
+    "images first": "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}[<|image|>]{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'audio') %}[<|audio|>]{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}",
+    "images alone": "{% for part in message['content'] %}{% if part['type'] == 'image' %}[<|image|>]{% elif 'text' in part %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}",
+    "text alone": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("in order", "a[<|image|>]b\nc[<|audio|>][<|image|>]"), ("images first", "[<|image|>][<|image|>][<|audio|>]ab\nc"),
+        ("images alone", "a(<|image|>)b\nc(<|audio|>)(<|image|>)"), ("text alone", "a(<|image|>)b\nc(<|audio|>)(<|image|>)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("takes_strings", [False, True])
+def test_media_stand_where_the_template_places_them_or_else_in_the_text(
+    kind: str, expected: str, takes_strings: bool
+) -> None:
+    tokenizer = make_tokenizer(takes_media=True)
+    template = tokenizer.chat_template
+    if (placing := PLACED[kind]) is not None:
+        if takes_strings:
+            placing = (
+                f"{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}{placing}{{% endif %}}"
+            )
+        template = template.replace("{{ message['content'] }}", placing)
+    frontends: list[Any] = [_Frontend("audio", "<|audio|>", AUDIO), _Frontend("image", "<|image|>", IMAGE)]
+    builder = PromptBuilder(tokenizer, template, frontends, MEDIA_VOCAB_SIZE)
+    image, other = ImagePart(b""), ImagePart(b"x")
+    parts = [TextPart("a"), image, TextPart("b"), TextPart("c"), PART, other]
+    items = [MediaInput("1", {}, 3, "image"), MediaInput("s", {}, 2), MediaInput("2", {}, 4, "image")]
+    built = builder.build(ChatPrompt([Message("user", parts)]), items)
+    assert built.text is not None and f"<|end_of_role|>{expected}<|end_of_text|>" in built.text
+    by_modality = {
+        kind: [span.media.digest for span in built.spans if span.media.modality == kind] for kind in ("audio", "image")
+    }
+    assert by_modality == {"audio": ["s"], "image": ["1", "2"]}
+    for span in built.spans:
+        repeated = AUDIO if span.media.modality == "audio" else IMAGE
+        assert built.token_ids[span.start : span.end] == [repeated] * span.media.num_tokens
+    assert sum(token_id in (AUDIO, IMAGE) for token_id in built.token_ids) == 9
 
 
 def test_wrong_placeholders_and_roles_and_ids_are_refused(processor: Any, builder: PromptBuilder) -> None:
@@ -121,13 +178,13 @@ def test_wrong_placeholders_and_roles_and_ids_are_refused(processor: Any, builde
 
 def test_a_template_that_raises_gives_its_own_words(processor: Any) -> None:
     template = "{{ raise_exception('users and assistants take turns') }}"
-    builder = PromptBuilder(processor.tokenizer, template, None, VOCAB_SIZE)
+    builder = PromptBuilder(processor.tokenizer, template, [], VOCAB_SIZE)
     with pytest.raises(InvalidRequest, match="users and assistants take turns"):
         builder.build(ChatPrompt([Message("user", "hi")]), [])
 
 
 def test_without_a_template_chat_is_refused_with_the_way_out(speech_dir: Path) -> None:
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(speech_dir), None, None, VOCAB_SIZE)
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(speech_dir), None, [], VOCAB_SIZE)
     with pytest.raises(InvalidRequest, match="/v1/completions"):
         builder.build(ChatPrompt([Message("user", "hi")]), [])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 
 from adapters.slots import SlotPool
 from engine.block_pool import BlockPool
-from engine.request import SamplingParams
+from engine.request import Receipt, SamplingParams
 from engine.scheduler import AdmissionFault, Plan, Scheduler
-from engine.state import RequestState, Status
+from engine.state import EngineRequest, MediaInput, MediaSpan, RequestState, Status
 
 
 class _Writer:
@@ -59,13 +60,13 @@ def _generation(digest: str) -> Any:
 
 def _state(number: int, prompt: list[int], generation: Any = None, max_tokens: int = 1000) -> RequestState:
     handle = None if generation is None else SimpleNamespace(generation=generation, release=lambda: None)
-    request = SimpleNamespace(
-        request_id=str(number), prompt_token_ids=prompt, spans=(), sampling=SamplingParams(), handle=handle,
-        generation_digest=None if generation is None else generation.digest, max_tokens=max_tokens,
+    request = EngineRequest(
+        request_id=str(number), prompt_token_ids=prompt, spans=(), sampling=SamplingParams(), max_tokens=max_tokens,
+        eos_token_ids=frozenset(), handle=handle, receipt=Receipt(None, None, "base"),  # type: ignore[arg-type]
     )  # fmt: skip
     unused: Any = None
     return RequestState(
-        request=request,  # type: ignore[arg-type]
+        request=request,
         answer=unused, sampler_row=unused, detokenizer=unused, stop_matcher=unused,
         token_ids=list(prompt), output_token_ids=[],
     )  # fmt: skip
@@ -386,3 +387,30 @@ def test_with_more_adapters_than_rows_nobody_is_overtaken_more_often_than_the_bo
 
 def test_without_the_bound_rare_adapters_would_be_overtaken_far_more_often() -> None:
     assert _most_overtaken(max_passes=10**9) > 20
+
+
+def test_a_span_whose_tokens_see_each_other_is_never_cut() -> None:
+    """Chunks end before it or after it; neighbours fill what it leaves of the budget, and it comes in the end."""
+    media = MediaInput("image", {}, 12, "image", is_mutual=True)
+    spans = (MediaSpan(5, media), MediaSpan(17, media), MediaSpan(40, media))
+    scheduler = _scheduler(num_blocks=60, max_num_batched_tokens=18)
+    whole = _state(0, list(range(60)))
+    whole.request = replace(whole.request, spans=spans)
+    scheduler.add(whole)
+    for number in (1, 2, 3):
+        scheduler.add(_state(number, list(range(100 * number, 100 * number + 25)), max_tokens=3))
+    ends: list[int] = []
+    for _ in range(40):
+        plan = scheduler.schedule()
+        assert plan is not None and plan.items and plan.num_tokens <= 18
+        ends += [item.end for item in plan.items if item.state is whole]
+        scheduler.advance(plan)
+        scheduler.commit(plan)
+        for item in plan.items:
+            if item.is_sampled:
+                item.state.append(1)
+                if item.state.num_outputs >= item.state.request.max_tokens:
+                    scheduler.finish(item.state)
+        scheduler.check_integrity()
+    assert not any(span.start < end < span.end for span in spans for end in ends)
+    assert whole.num_outputs > 0 and not any(state.num_computed == 0 for state in scheduler.all_states())

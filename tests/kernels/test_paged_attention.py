@@ -34,7 +34,7 @@ RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3
 
 @dataclass(frozen=True)
 class Case:
-    """A packed batch and a model's attention shape."""
+    """A packed batch and a model's attention shape; `spans` are (request, start, end) of keys that see each other."""
 
     query_lens: Sequence[int]
     kv_lens: Sequence[int]
@@ -44,11 +44,12 @@ class Case:
     block_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
+    spans: Sequence[tuple[int, int, int]] = ()
 
     def __str__(self) -> str:
         kind = "mixed" if 1 in self.query_lens and max(self.query_lens) > 1 else "-".join(map(str, self.query_lens[:3]))
         shape = f"g{self.group}-d{self.head_dim}-p{self.block_size}"
-        return f"{kind}-{shape}-w{self.window or 0}-c{self.soft_cap or 0:.0f}"
+        return f"{kind}-{shape}-w{self.window or 0}-c{self.soft_cap or 0:.0f}" + "-spans" * bool(self.spans)
 
 
 DECODES = ([1, 1, 1, 1], [1, 133, 64, 317])
@@ -72,6 +73,9 @@ CASES = [
     Case([2, 3], [2, 300], group=1, head_dim=32, block_size=8),
     Case([63, 1, 133, 40], [63, 1, 133, 90], group=4, num_kv_heads=2, head_dim=32),
     Case([133, 9, 1], [133, 9, 7], group=3, num_kv_heads=2, head_dim=64, window=500, soft_cap=4.0),
+    Case([133], [133], group=4, head_dim=16, spans=[(0, 3, 67), (0, 67, 70), (0, 90, 133)]),
+    Case(*MIXED, group=2, head_dim=16, window=64, spans=[(1, 0, 9), (1, 9, 19), (3, 71, 131)]),
+    Case([70, 1], [200, 40], group=1, num_kv_heads=1, window=40, spans=[(0, 120, 160), (0, 165, 200)]),
 ]
 
 
@@ -115,17 +119,33 @@ def make_world(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> Wo
 def naive_attention(case: Case, world: World, scale: float) -> torch.Tensor:
     """[T, Hq, D] float64, one query at a time."""
     rows: list[torch.Tensor] = []
-    for query_len, kv_len, index in zip(case.query_lens, case.kv_lens, world.kv_index, strict=True):
+    for i_row, (query_len, kv_len, index) in enumerate(zip(case.query_lens, case.kv_lens, world.kv_index, strict=True)):
         keys = world.k_pool[index].double().repeat_interleave(case.group, 1)
         values = world.v_pool[index].double().repeat_interleave(case.group, 1)
         for position in range(kv_len - query_len, kv_len):
             first = 0 if case.window is None else max(0, position - case.window + 1)
+            seen = set(range(first, position + 1))
+            for row, start, end in case.spans:
+                if row == i_row and start <= position < end:
+                    seen |= set(range(start, end))
+            visible = sorted(seen)
             query = world.q[len(rows)].double()
-            logits = torch.einsum("hd,khd->hk", query, keys[first : position + 1]) * scale
+            logits = torch.einsum("hd,khd->hk", query, keys[visible]) * scale
             if case.soft_cap is not None:
                 logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
-            rows.append(torch.einsum("hk,khd->hd", logits.softmax(1), values[first : position + 1]))
+            rows.append(torch.einsum("hk,khd->hd", logits.softmax(1), values[visible]))
     return torch.stack(rows)
+
+
+def mutual_spans(case: Case) -> torch.Tensor | None:
+    """`AttentionMetadata.mutual_spans` of a case."""
+    if not case.spans:
+        return None
+    spans = torch.zeros(sum(case.query_lens), 2, dtype=torch.int32)
+    for row, start, end in case.spans:
+        first = sum(case.query_lens[:row]) - (case.kv_lens[row] - case.query_lens[row])
+        spans[max(first + start, sum(case.query_lens[:row])) : first + end] = torch.tensor([start, end])
+    return spans
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -154,7 +174,9 @@ def check_attention(case: Case, dtype: torch.dtype, device: str) -> None:
     scale = 1.7 * case.head_dim**-0.5
     # On the host, as the engine makes it.
     table = world.block_table.cpu()
-    metadata = AttentionMetadata(list(case.query_lens), list(case.kv_lens), table, case.block_size)
+    metadata = AttentionMetadata(
+        list(case.query_lens), list(case.kv_lens), table, case.block_size, mutual_spans=mutual_spans(case)
+    )
     expected = naive_attention(case, world, scale)
 
     error = relative_error(attend(case, world, metadata, scale), expected)
@@ -167,6 +189,13 @@ def check_attention(case: Case, dtype: torch.dtype, device: str) -> None:
         heads_first = k.transpose(0, 1).contiguous().transpose(0, 1)
         output = attend(case, world, metadata, scale, k=heads_first, v=v)
         assert relative_error(output, expected) < RELATIVE_ERROR[dtype]
+    if case.spans:
+        plain = reference.paged_attention(
+            world.q, world.k_pool, world.v_pool, metadata, scale=scale, window=case.window
+        )
+        assert relative_error(plain, expected) < RELATIVE_ERROR[dtype]
+        without = naive_attention(replace(case, spans=()), world, scale)
+        assert relative_error(without, expected) > 0.1, "the case's spans must matter to what is compared"
     other = naive_attention(replace(case, window=2 if case.window == 1 else 1, soft_cap=None), world, scale)
     if max(case.kv_lens) > 1:
         assert relative_error(other, expected) > 0.1, "the case's window must matter to what is compared"

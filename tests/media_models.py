@@ -1,0 +1,179 @@
+"""Tiny random models that take audio, images or both, with the processors that belong to them.
+
+`tests/oracles.make_model` builds and saves them; this file only says what they look like. `media_inputs` gives what
+transformers' own forward takes for a prompt's media, by the processors' parts and not by the code under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
+
+EXTRA_SPECIALS = ["<|image|>", "<|begin|>", "<|end|>", "<|audio_bos|>", "<|audio_eos|>", "<|video|>"]
+IMAGE, BEGIN, END, AUDIO_BEGIN, AUDIO_END, VIDEO = range(261, 267)
+AUDIO = 260
+MEDIA_VOCAB_SIZE = 267
+
+GEMMA = "Gemma3ForConditionalGeneration"
+LLAVA = "LlavaForConditionalGeneration"
+QWEN_VL = "Qwen2_5_VLForConditionalGeneration"
+QWEN_AUDIO = "Qwen2AudioForConditionalGeneration"
+OMNI = "Qwen2_5OmniThinkerForConditionalGeneration"
+VOXTRAL = "VoxtralForConditionalGeneration"
+MEDIA_MODELS = (GEMMA, LLAVA, QWEN_VL, QWEN_AUDIO, VOXTRAL, OMNI)
+HAS_OMNI = hasattr(modeling_qwen2_5_omni, "Qwen2_5OmniThinkerModel")
+"""Older versions of transformers lay the class out in a way that is refused."""
+WINDOW_SECONDS = {QWEN_AUDIO: 1, VOXTRAL: 2, OMNI: 10}
+"""Of the feature extractors; the longest clip, but for Voxtral, which takes several windows."""
+
+EXTRA_TOKENS = {
+    "image_token": "<|image|>", "boi_token": "<|begin|>", "eoi_token": "<|end|>", "vision_bos_token": "<|begin|>",
+    "vision_eos_token": "<|end|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+    "video_token": "<|video|>",
+}  # fmt: skip
+_ROPE_GRID = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 24,
+    "patch_size": 6, "projection_dim": 16,
+}  # fmt: skip
+_QWEN_VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "patch_size": 4, "window_size": 16,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "fullatt_block_indexes": [1],
+}  # fmt: skip
+_WHISPER = {
+    "num_mel_bins": 16, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 40,
+    "max_source_positions": 50,
+}  # fmt: skip
+
+
+def media_config(architecture: str, text: Mapping[str, Any]) -> Any:
+    """The config of a model of the architecture, with the fields `text` for its decoder."""
+    text = {**text, "vocab_size": MEDIA_VOCAB_SIZE}
+    width = text["hidden_size"]
+    if architecture == GEMMA:
+        text |= {
+            "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        }  # fmt: skip
+        return transformers.Gemma3Config(
+            text_config=text, vision_config={**_VISION, "model_type": "siglip_vision_model"}, mm_tokens_per_image=4,
+            boi_token_index=BEGIN, eoi_token_index=END, image_token_index=IMAGE, tie_word_embeddings=False,
+        )  # fmt: skip
+    if architecture == LLAVA:
+        return transformers.LlavaConfig(
+            text_config={**text, "model_type": "llama"}, vision_config={**_VISION, "model_type": "clip_vision_model"},
+            image_token_index=IMAGE, tie_word_embeddings=False,
+        )  # fmt: skip
+    if architecture == QWEN_AUDIO:
+        return transformers.Qwen2AudioConfig(
+            text_config={**text, "model_type": "qwen2"}, audio_config={**_WHISPER, "model_type": "qwen2_audio_encoder"},
+            audio_token_index=AUDIO, tie_word_embeddings=False,
+        )  # fmt: skip
+    if architecture == VOXTRAL:
+        audio = {
+            "num_mel_bins": 16, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "max_source_positions": 100, "model_type": "voxtral_encoder",
+        }  # fmt: skip
+        return transformers.VoxtralConfig(
+            text_config={**text, "model_type": "llama"}, audio_config=audio, audio_token_id=AUDIO,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+    vision = {**_QWEN_VISION, "out_hidden_size": width}
+    if architecture == QWEN_VL:
+        return transformers.Qwen2_5_VLConfig(
+            text_config={**text, "model_type": "qwen2_5_vl_text", "rope_parameters": _ROPE_GRID}, vision_config=vision,
+            image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+    return transformers.Qwen2_5OmniThinkerConfig(
+        text_config={**text, "rope_parameters": _ROPE_GRID}, vision_config=vision,
+        audio_config={**_WHISPER, "n_window": 10, "output_dim": width}, audio_token_index=AUDIO, image_token_index=IMAGE,
+        video_token_index=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END,
+        audio_start_token_id=AUDIO_BEGIN, audio_end_token_id=AUDIO_END, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def save_processor(architecture: str, tokenizer: Any, folder: Path) -> None:
+    """Save the processor's files as checkpoints hold them."""
+    if architecture == GEMMA:
+        images = transformers.Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
+        transformers.Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
+    elif architecture == LLAVA:
+        size = {"height": 24, "width": 24}
+        images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size=size)
+        transformers.LlavaProcessor(
+            images, tokenizer, patch_size=6, vision_feature_select_strategy="default", num_additional_image_tokens=1
+        ).save_pretrained(folder)
+    elif architecture == QWEN_AUDIO:
+        transformers.Qwen2AudioProcessor(_whisper(architecture), tokenizer).save_pretrained(folder)
+    elif architecture == VOXTRAL:
+        _whisper(architecture).save_pretrained(folder)
+    elif architecture == QWEN_VL:
+        _qwen_images().save_pretrained(folder)
+    elif architecture == OMNI:
+        # One file holds what both parts need, as in the released checkpoints.
+        merged = {**_qwen_images().to_dict(), **_whisper(architecture).to_dict()}
+        transformers.WhisperFeatureExtractor(**merged).save_pretrained(folder)
+
+
+def media_inputs(architecture: str, media: Sequence[np.ndarray | Image.Image]) -> dict[str, torch.Tensor]:
+    """What the model's forward takes for clips ([S] at 16 kHz) and images, in order of modality."""
+    images = [item for item in media if isinstance(item, Image.Image)]
+    clips = [item for item in media if not isinstance(item, Image.Image)]
+    inputs: dict[str, torch.Tensor] = {}
+    if images:
+        if architecture == GEMMA:
+            made = transformers.Gemma3ImageProcessorPil(size={"height": 24, "width": 24})(images, return_tensors="pt")
+            inputs["pixel_values"] = made["pixel_values"]
+        elif architecture == LLAVA:
+            size = {"height": 24, "width": 24}
+            processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size=size)
+            inputs["pixel_values"] = processor(images, return_tensors="pt")["pixel_values"]
+        else:
+            inputs |= dict(_qwen_images()(images, return_tensors="pt"))
+    if clips and architecture == VOXTRAL:
+        window = 16_000 * WINDOW_SECONDS[VOXTRAL]
+        mels = [
+            _whisper(VOXTRAL)(
+                clip,
+                sampling_rate=16_000,
+                truncation=False,
+                padding=True,
+                pad_to_multiple_of=window,
+                return_tensors="pt",
+            )["input_features"]
+            for clip in clips
+        ]
+        inputs["input_features"] = torch.cat([part for mel in mels for part in mel.split(window // 160, -1)])
+    elif clips:
+        extractor = _whisper(architecture)
+        made = extractor(
+            clips, sampling_rate=16_000, padding="max_length", return_attention_mask=True, return_tensors="pt"
+        )
+        inputs |= {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
+    return inputs
+
+
+def _whisper(architecture: str) -> Any:
+    return transformers.WhisperFeatureExtractor(
+        feature_size=16, chunk_length=WINDOW_SECONDS[architecture], sampling_rate=16_000
+    )
+
+
+def _qwen_images() -> Any:
+    return transformers.Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 8 * 8 * 2, "longest_edge": 8 * 8 * 12}
+    )
+
+
+def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+    """An RGB image of coarse random colours."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
