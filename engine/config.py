@@ -132,7 +132,7 @@ class EngineConfig:
     )  # fmt: skip
     limit_mm_per_prompt: Mapping[str, int] = setting(
         {}, "most media items of a modality in one prompt", parse=json_object, metavar="JSON",
-        shown_default='{"audio": 8}',
+        shown_default='{"audio": 8, "image": 8}',
     )  # fmt: skip
     max_audio_seconds: float = setting(600.0, "longest audio clip, in seconds", parse=float, metavar="SECONDS")
     max_upload_mb: int = setting(1024, "largest upload (adapter or media file), in MiB", parse=int, metavar="MB")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import transformers
-from PIL import Image
-from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 EXTRA_SPECIALS = ["<|image|>", "<|begin|>", "<|end|>", "<|audio_bos|>", "<|audio_eos|>", "<|video|>"]
 IMAGE, BEGIN, END, AUDIO_BEGIN, AUDIO_END, VIDEO = range(261, 267)
@@ -28,7 +29,7 @@ QWEN_AUDIO = "Qwen2AudioForConditionalGeneration"
 OMNI = "Qwen2_5OmniThinkerForConditionalGeneration"
 VOXTRAL = "VoxtralForConditionalGeneration"
 MEDIA_MODELS = (GEMMA, LLAVA, QWEN_VL, QWEN_AUDIO, VOXTRAL, OMNI)
-HAS_OMNI = hasattr(modeling_qwen2_5_omni, "Qwen2_5OmniThinkerModel")
+HAS_OMNI = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 """Older versions of transformers lay the class out in a way that is refused."""
 WINDOW_SECONDS = {QWEN_AUDIO: 1, VOXTRAL: 2, OMNI: 10}
 """Of the feature extractors; the longest clip, but for Voxtral, which takes several windows."""
@@ -125,8 +126,8 @@ def save_processor(architecture: str, tokenizer: Any, folder: Path) -> None:
 
 def media_inputs(architecture: str, media: Sequence[np.ndarray | Image.Image]) -> dict[str, torch.Tensor]:
     """What the model's forward takes for clips ([S] at 16 kHz) and images, in order of modality."""
-    images = [item for item in media if isinstance(item, Image.Image)]
-    clips = [item for item in media if not isinstance(item, Image.Image)]
+    images = [item for item in media if not isinstance(item, np.ndarray)]
+    clips = [item for item in media if isinstance(item, np.ndarray)]
     inputs: dict[str, torch.Tensor] = {}
     if images:
         if architecture == GEMMA:
@@ -175,5 +176,7 @@ def _qwen_images() -> Any:
 
 def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
     """An RGB image of coarse random colours."""
+    from PIL import Image
+
     blocks = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)

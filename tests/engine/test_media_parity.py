@@ -48,9 +48,9 @@ Media = np.ndarray | Image.Image
 
 
 class World:
-    """A tiny model with adapters, an engine on it, and the oracle."""
+    """A tiny model with adapters, an engine on it, and the oracle; `settings` are the engine's."""
 
-    def __init__(self, architecture: str, root: Path) -> None:
+    def __init__(self, architecture: str, root: Path, **settings: Any) -> None:
         self.architecture = architecture
         self.folder = make_model(architecture, root / "model")
         parts = [part for part in TARGETS if not (architecture == GEMMA and part == "connector")]
@@ -70,7 +70,7 @@ class World:
                 model=str(self.folder),
                 lora_modules=[LoRAModule(name, str(path)) for name, path in self.adapters.items()],
                 max_num_batched_tokens=30, max_num_seqs=6, max_loras=3, max_lora_rank=8, max_model_len=400, block_size=4,
-                adapter_dir=str(root / "catalogue"),
+                adapter_dir=str(root / "catalogue"), **settings,
             ),
             checks_integrity=True,
         )  # fmt: skip
@@ -118,7 +118,7 @@ def collect(answer: Answer) -> tuple[list[int], list[float]]:
     return [token for delta in deltas for token in delta.token_ids], [entry.logprob for entry in entries]
 
 
-def test_mixed_adapters_and_media_in_one_batch_equal_peft(world: World) -> None:
+def check_mixed_batch(world: World) -> None:
     """Base, and adapters on tower, connector, decoder and all of them, at once, in chunks smaller than the prompts."""
     plan = [(media, name) for media in world.media() for name in (None, *world.adapters)]
     answers = [world.start(media, name) for media, name in plan]
@@ -131,6 +131,10 @@ def test_mixed_adapters_and_media_in_one_batch_equal_peft(world: World) -> None:
             assert logprobs[0] == pytest.approx(float(logits.log_softmax(-1)[tokens[0]]), abs=2e-4)
     by_adapter = {name: tokens for (_, name), (tokens, _) in zip(plan, generated, strict=True) if name}
     assert len(set(map(tuple, by_adapter.values()))) == len(by_adapter), "adapters must differ, or this proves nothing"
+
+
+def test_mixed_adapters_and_media_in_one_batch_equal_peft(world: World) -> None:
+    check_mixed_batch(world)
 
 
 def test_other_media_give_other_answers(world: World) -> None:

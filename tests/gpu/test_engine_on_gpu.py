@@ -17,7 +17,10 @@ from tests.oracles import Oracle, make_adapter, make_model, random_ids, tone
 pytestmark = pytest.mark.gpu
 
 LLAMA = "LlamaForCausalLM"
-ARCHITECTURES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM"]
+ARCHITECTURES = [
+    "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM",
+    "Phi3ForCausalLM",
+]  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
