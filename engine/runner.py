@@ -129,7 +129,7 @@ class Runner:
         self._attention_step.metadata = AttentionMetadata([num_tokens], [num_keys], table, self._block_size).on(device)
         self._attention_step.kv_index = torch.full_like(token_ids, -1)
         self._set_segments("decoder", (LoraSegment(0, 0, num_tokens),) if has_lora else (), num_tokens)
-        self._model.decode(self._model.embed(token_ids), token_ids.expand(self._model.num_position_rows, -1))
+        self._model.decode(self._model.embed(token_ids), token_ids.repeat(self._model.num_position_rows, 1))
 
     def _forward(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """[R, V] float32 logits of the rows to sample, launch by launch."""
