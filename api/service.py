@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
@@ -18,6 +20,7 @@ from api.auth import Policy, Role
 from api.errors import RuntimeUpdatingOff
 from api.logprobs import TokenTexts
 from api.settings import ServerSettings
+from api.transcript import TranscriptEvent, transcribe_recording
 from api.turns import KeyedTurns
 from engine.config import EMBEDDED_MODEL
 from engine.errors import AppError, InvalidRequest, ModelNotFound, Overloaded
@@ -30,12 +33,14 @@ if TYPE_CHECKING:
     from adapters.upload import ProbeReport, UploadReport
     from engine.answer import Answer
     from engine.engine import Engine, EngineStats
+    from engine.intake import HeldRoute
 
 T = TypeVar("T")
 Params = ParamSpec("Params")
 
 MANAGER_THREADS = 8
 LOAD_THREADS = 8
+RECORDING_THREADS = 4  # decoding an hour takes memory
 UploadFiles = Mapping[str, Path | bytes | BinaryIO]
 
 
@@ -58,6 +63,7 @@ class Service:
         self._num_starting = 0  # answers whose prompts are still being prepared; touched on the event loop alone
         # What only looks or points never waits behind what reads files or fetches them.
         self._pool = ThreadPoolExecutor(MANAGER_THREADS, thread_name_prefix="adapters")
+        self._recording_pool = ThreadPoolExecutor(RECORDING_THREADS, thread_name_prefix="recordings")
         self._load_pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="adapter-changes")
         self._turns = KeyedTurns()
 
@@ -91,7 +97,7 @@ class Service:
         """Start `n` answers to a raw prompt."""
         return await self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
 
-    async def start_transcription(
+    async def transcribe(
         self,
         audio: AudioPart,
         sampling: SamplingParams | None = None,
@@ -101,37 +107,81 @@ class Service:
         language: str | None = None,
         prompt: str | None = None,
         request_id: str | None = None,
-    ) -> Answer:
-        """Start writing down what is said in a clip; greedy, to the end of the context, where `sampling` is None."""
+    ) -> AsyncGenerator[TranscriptEvent, None]:
+        """Write down what is said in a recording of any length: one `TranscriptStart`, then deltas and segments in order.
+
+        What does not fit the model's window is cut at silence; the pieces share batches, and all of them are answered by
+        the version of the adapter that the name means now. Close it (`contextlib.aclosing`) to stop early.
+
+        Args:
+            audio: the recording.
+            sampling: greedy, to a bound that follows the length of a piece, where it is None; it holds for each piece.
+            model: as in `start_chat`.
+            lora: as in `start_chat`.
+            language: what is spoken, for models that take it.
+            prompt: words to expect, for models that take them.
+            request_id: for the log; pieces are `ID-0`, `ID-1` and so on.
+
+        Raises:
+            AppError: before the first event for what is wrong with the request; later for a piece that failed.
+        """
         chosen = sampling or SamplingParams(temperature=0.0, max_tokens=None)
-        chat = self.engine.transcription_prompt(audio, language=language, prompt=prompt)
-        answers = await self._start(chat, chosen, model=model, lora=lora, n=1, request_id=request_id)
-        return answers[0]
+        self._check(chosen)
+        self.engine.transcription_prompt(audio, language=language, prompt=prompt)
+        base_id = request_id or uuid.uuid4().hex
+        held = await self.engine.hold({"audio"}, model=model, lora=lora)
+        try:
+            recording = await asyncio.get_running_loop().run_in_executor(
+                self._recording_pool, self.engine.recordings.read, audio
+            )
+
+            async def start_piece(index: int) -> Answer:
+                part = recording.part(recording.pieces[index], audio.param)
+                chat = self.engine.transcription_prompt(part, language=language, prompt=prompt)
+                piece_id = base_id if len(recording.pieces) == 1 else f"{base_id}-{index}"
+                [answer] = await self._start(chat, chosen, n=1, request_id=piece_id, held=held)
+                return answer
+
+            num_at_once = max(1, self.engine.config.max_num_seqs // 2)
+            events = transcribe_recording(recording, held.receipt, start_piece, num_at_once=num_at_once)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            held.release()
 
     async def _start(
         self,
         prompt: Prompt,
         sampling: SamplingParams,
         *,
-        model: str | None,
-        lora: str | None,
+        model: str | None = None,
+        lora: str | None = None,
         n: int,
         request_id: str | None,
+        held: HeldRoute | None = None,
     ) -> list[Answer]:
-        self._check_queue()
-        self.check_token_ids(sampling.logit_bias or (), "logit_bias")
-        self.check_token_ids(sampling.stop_token_ids, "stop_token_ids")
+        self._check(sampling)
         if isinstance(prompt, TokenPrompt):
             self.check_token_ids(prompt.token_ids, "prompt")
         self._num_starting += n
         try:
             # May wait for a source of adapters: a client who leaves meanwhile leaves nothing behind.
-            await self.engine.find_adapters(model, lora)
+            if held is None:
+                await self.engine.find_adapters(model, lora)
         except BaseException:
             self._has_started(n)
             raise
         starting = asyncio.ensure_future(
-            self.engine.start(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
+            self.engine.start(
+                prompt,
+                sampling,
+                model=model,
+                lora=lora,
+                request_id=request_id,
+                n=n,
+                held=None if held is None else held.fork(),
+            )
         )
         starting.add_done_callback(lambda _: self._has_started(n))
         try:
@@ -141,10 +191,13 @@ class Service:
             starting.add_done_callback(_abort_unclaimed)
             raise
 
-    def _check_queue(self) -> None:
+    def _check(self, sampling: SamplingParams) -> None:
+        """Raise `AppError` where the queue is full, or where sampling names tokens that do not exist."""
         num_waiting = self.engine.stats().num_waiting + self._num_starting
         if num_waiting >= self.settings.max_queue:
             raise Overloaded(f"{num_waiting} requests are waiting already; try again in a moment.")
+        self.check_token_ids(sampling.logit_bias or (), "logit_bias")
+        self.check_token_ids(sampling.stop_token_ids, "stop_token_ids")
 
     def _has_started(self, n: int) -> None:
         self._num_starting -= n
