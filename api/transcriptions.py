@@ -66,6 +66,11 @@ _FORM = multipart_request(
 )
 
 
+def known_fields() -> set[str]:
+    """Fields of the form that are served, each by one name."""
+    return set(_KNOWN) - {"timestamp_granularities"}
+
+
 @dataclass
 class _Transcript:
     """A recording's events so far.

@@ -62,6 +62,7 @@ from engine.setup import (
 from engine.slot_writers import SlotWriters, make_extra_writers
 from engine.state import EngineRequest
 from engine.tokenizer import load_processor, load_tokenizer
+from engine.transcription import transcription_request
 from engine.warmup import warm_up
 from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
 
@@ -477,15 +478,8 @@ class Engine:
         Raises:
             InvalidRequest: the model takes no audio, or no language or prompt.
         """
-        if "audio" not in self.modalities:
-            raise InvalidRequest(f"The model {self.model_names[0]!r} takes no audio.", param="model")
-        for name, value in (("language", language), ("prompt", prompt)):
-            if value:
-                raise InvalidRequest(
-                    f"The model {self.model_names[0]!r} does not use {name}; leave it out.", param=name
-                )
-        question = TextPart(self.base.architecture.transcription_request)
-        return ChatPrompt([Message("user", [audio, question])], is_transcript=True)
+        question = transcription_request(self.base.architecture, self.model_names[0], language=language, prompt=prompt)
+        return ChatPrompt([Message("user", [audio, TextPart(question)])], is_transcript=True)
 
     def _fits_transcript(self, seconds: float) -> bool:
         """Whether the context holds a clip of so many seconds and as many tokens again, for its transcript."""

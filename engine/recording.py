@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from engine.audio import SILENCE_PEAK
 from engine.errors import InvalidRequest
 from engine.media import decode_audio
 from engine.request import AudioPart
@@ -19,8 +20,6 @@ from engine.segments import Piece, cut_at_silence
 
 RATE = 16_000
 """Hz; what speech models take. A model of another rate has its pieces resampled."""
-SILENCE_PEAK = 1e-3
-"""A recording whose samples all stay below this (-60 dB of full scale) holds nothing to hear; a quiet room is louder."""
 
 _MIN_WINDOW_SECONDS = 1.0
 
