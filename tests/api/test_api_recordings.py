@@ -296,11 +296,27 @@ async def test_one_version_answers_a_whole_recording(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("num_events", [0, 1, 4])
 async def test_whoever_stops_listening_leaves_nothing_behind(
-    service: Service, tiny_engine: Engine, num_events: int
+    service: Service, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, num_events: int
 ) -> None:
+    monkeypatch.setattr(tiny_engine, "config", replace(tiny_engine.config, max_num_seqs=2))  # one at a time
+    held, started = [], []
+    hold, start = tiny_engine.hold, tiny_engine.start
+
+    async def note_hold(*args: Any, **kwargs: Any) -> Any:
+        held.append(await hold(*args, **kwargs))
+        return held[-1]
+
+    async def note_start(*args: Any, **kwargs: Any) -> Any:
+        started.append(kwargs["request_id"])
+        return await start(*args, **kwargs)
+
+    monkeypatch.setattr(tiny_engine, "hold", note_hold)
+    monkeypatch.setattr(tiny_engine, "start", note_start)
     async with aclosing(service.transcribe(AudioPart((SAMPLES, RATE)), SamplingParams(max_tokens=60))) as events:
         for _ in range(num_events):
             await anext(events)
+    assert len(started) <= 1  # the other three never begin
+    assert [route.handle is not None and route.handle._is_released for route in held] == [True] * min(num_events, 1)
     listening = asyncio.ensure_future(anext(listen(service)))
     await asyncio.sleep(0)
     listening.cancel()
