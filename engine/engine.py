@@ -31,7 +31,7 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig, LoRAModule
 from engine.cpu_linear import pack_linears
 from engine.encoder_cache import EncoderCache
-from engine.errors import AppError, EngineClosed, InvalidRequest
+from engine.errors import AppError, EngineClosed, InvalidRequest, MediaError
 from engine.finder import AdapterFinder, make_sources
 from engine.flight import FlightTokens
 from engine.frontend import Frontend
@@ -482,9 +482,12 @@ class Engine:
         return ChatPrompt([Message("user", [audio, TextPart(question)])], is_transcript=True)
 
     def _fits_transcript(self, seconds: float) -> bool:
-        """Whether the context holds a clip of so many seconds and as many tokens again, for its transcript."""
+        """Whether the tower hears a clip of so many seconds, and the context holds it with as much room for its transcript."""
         silence = np.zeros(int(seconds * RATE), dtype=np.float32)
-        num_tokens = len(self.tokenize(self.transcription_prompt(AudioPart((silence, RATE)))))
+        try:
+            num_tokens = len(self.tokenize(self.transcription_prompt(AudioPart((silence, RATE)))))
+        except MediaError:  # The model's tower hears no clip of that length.
+            return False
         return 2 * num_tokens <= self.max_model_len
 
     def stats(self) -> EngineStats:
