@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from engine.answer import Answer
 from engine.errors import AppError
-from engine.request import Delta, Message, SamplingParams
+from engine.request import Delta
 from ui.receipt import Reply
 from ui.streaming import answer_events, batches
 
@@ -22,24 +22,14 @@ if TYPE_CHECKING:
 
 
 async def run_reply(
-    service: Service,
-    reply: Reply,
-    messages: Sequence[Message],
-    make_sampling: Callable[[], SamplingParams],
-    *,
-    lora: str | None,
-    stop: asyncio.Event,
+    service: Service, reply: Reply, start: Callable[[], Awaitable[Sequence[Answer]]], *, stop: asyncio.Event
 ) -> AsyncGenerator[bool, None]:
     """Fill `reply` until it is final; yields True where it has changed and False where a wait goes on.
 
-    A fault of `make_sampling` counts as the answer's. `lora` is `auto`, `none` or an adapter's name. Setting `stop`, or
-    closing the iterator, frees the sequence in the engine.
+    `start` asks the service; an `AppError` of it is the answer's. Setting `stop`, or closing the iterator, frees the
+    sequence in the engine.
     """
     sent_at = time.monotonic()
-
-    async def start() -> Sequence[Answer]:
-        return await service.start_chat(messages, make_sampling(), lora=lora)
-
     try:
         async with aclosing(batches(answer_events(start), stop)) as lists:
             async for events in lists:

@@ -21,8 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ui.adapters import AdaptersTab
 from ui.chat import ChatTab
+from ui.compare import CompareTab
 from ui.page import DIRECT, Page, session_of
-from ui.text import Texts, texts
+from ui.text import texts
 from ui.theme import CONTENT_SECURITY_POLICY, LOGO, logo_svg, make_theme, page_head
 
 if TYPE_CHECKING:
@@ -47,20 +48,18 @@ class Tab(Protocol):
         """Connect what happens when the tab is opened, and when another one is."""
 
 
-def build_ui(service: Service, text: Texts | None = None) -> gr.Blocks:
+def build_ui(page: Page) -> gr.Blocks:
     """The page, not yet mounted. A further tab is a class with `build` and `watch`, and a line in `tabs`."""
-    page = Page(service, text or texts())
-    words = page.text
     blocks: gr.Blocks = gr.Blocks(
-        title=words("app.name"), analytics_enabled=False, fill_width=True, delete_cache=(CACHE_CHECK_S, CACHE_AGE_S)
+        title=page.text("app.name"), analytics_enabled=False, fill_width=True, delete_cache=(CACHE_CHECK_S, CACHE_AGE_S)
     )
     with blocks:
         header = gr.HTML(header_html(page), elem_id="header", padding=False, apply_default_css=False)
-        tabs: dict[str, Tab] = {"chat": ChatTab(page), "adapters": AdaptersTab(page)}
+        tabs: dict[str, Tab] = {"chat": ChatTab(page), "compare": CompareTab(page), "adapters": AdaptersTab(page)}
         opened = {}
         with gr.Tabs(elem_id="tabs"):
             for key, tab in tabs.items():
-                with gr.Tab(words(f"tab.{key}"), id=key, elem_id=f"tab-{key}") as opened[key]:
+                with gr.Tab(page.label(f"tab.{key}"), id=key, elem_id=f"tab-{key}") as opened[key]:
                     tab.build()
         for key, tab in tabs.items():
             tab.watch(opened[key], [other for other_key, other in opened.items() if other_key != key])
@@ -68,7 +67,7 @@ def build_ui(service: Service, text: Texts | None = None) -> gr.Blocks:
         gr.on([blocks.load, timer.tick], lambda: header_html(page), None, header, **DIRECT)
 
         def leave(request: gr.Request) -> None:
-            page.stops.request(session_of(request))
+            page.stop_all(session_of(request))
 
         blocks.unload(leave)
     # The engine queues, not Gradio: these only bound how many events may be open at once.
@@ -81,13 +80,15 @@ def mount_ui(app: FastAPI, service: Service, settings: ServerSettings) -> FastAP
     """Serve the web app at `/`. Who may see it is decided by the guard that stands before all of `app`."""
     app.add_middleware(PageHeaders)
     max_bytes = service.engine.config.max_upload_mb * 2**20
+    page = Page(service, texts())
     gr.mount_gradio_app(
         app,
-        build_ui(service),
+        build_ui(page),
         path="/",
         root_path=settings.root_path or None,
         theme=make_theme(),
-        head=page_head(texts()),
+        head=page_head(page.text),
+        i18n=page.translations(),
         favicon_path=str(LOGO),
         allowed_paths=[str(LOGO.parent / "audio")],
         footer_links=[],

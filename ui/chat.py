@@ -19,17 +19,16 @@ import gradio as gr
 from gradio.components.chatbot import ExampleMessage
 
 from adapters.manager import AdapterInfo
-from engine.errors import InvalidRequest
-from engine.request import SamplingParams
+from engine.answer import Answer
 from engine.routing import AUTO, NONE
 from ui.answer import run_reply
 from ui.conversation import Conversation
 from ui.examples import Example, find_examples
 from ui.page import DIRECT, Page, session_of
 from ui.receipt import last_answer_card
+from ui.settings import GenerationSettings
 from ui.text import Texts
 
-DEFAULT_MAX_TOKENS = 256
 WAV_HEADER_BYTES = 44
 # Component -> its value, as Gradio hands both to a callback that asks for a set of inputs.
 Values = dict[Any, Any]
@@ -51,6 +50,7 @@ class ChatTab:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._text = page.text
+        self._stops = page.new_stops()
         adapters = page.service.engine.adapters
         self._examples = find_examples(page.text, takes_audio=page.takes_audio, adapters=adapters.names())
         self._choices = adapter_choices(page.text, adapters.list())
@@ -116,32 +116,15 @@ class ChatTab:
         self.last_answer = gr.HTML(
             last_answer_card(text, None), elem_id="last-answer", padding=False, apply_default_css=False
         )
-        limit = self._page.service.engine.max_model_len
-        with gr.Accordion(text("chat.settings"), open=False, elem_id="generation-settings"):
-            self.temperature = gr.Slider(
-                0, 2, 0, step=0.05, label=text("chat.temperature"), info=text("chat.temperature_info")
-            )
-            self.max_tokens = gr.Slider(
-                1, limit, min(DEFAULT_MAX_TOKENS, max(1, limit // 4)), step=1, label=text("chat.max_tokens"),
-                info=text("chat.max_tokens_info"),
-            )  # fmt: skip
-            self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label=text("chat.top_p"), info=text("chat.top_p_info"))
-            # Not a gr.Number: an empty one turns into 0 in the browser, with or without a placeholder.
-            self.seed = gr.Textbox(
-                "", max_lines=1, label=text("chat.seed"), info=text("chat.seed_info"),
-                placeholder=text("chat.seed_placeholder"),
-            )  # fmt: skip
-            self.system = gr.Textbox(
-                "", lines=3, label=text("chat.system"), placeholder=text("chat.system_placeholder")
-            )
+        self.settings = GenerationSettings(self._page)
+        self.settings.build("generation-settings")
         self.new = gr.Button(text("chat.new"), size="md", elem_id="new-conversation")
 
     def _connect(self) -> None:
         """Every event that leads to an answer shares inputs, outputs and what follows it."""
-        self._sampling = (self.temperature, self.max_tokens, self.top_p, self.seed)
         outputs = [self.chatbot, self.composer, self.hint, self.last_answer, self.new, self.adapter]
         streaming: dict[str, Any] = {
-            "inputs": {self.composer, self.conversation, self.adapter, self.system, *self._sampling},
+            "inputs": {self.composer, self.conversation, self.adapter, *self.settings.inputs},
             "outputs": outputs, "concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private",
         }  # fmt: skip
         for listen, prepare in (
@@ -209,7 +192,7 @@ class ChatTab:
 
         async def stream(values: Values, event: gr.EventData, request: gr.Request) -> AsyncGenerator[Update, None]:
             session = session_of(request)
-            stop = self._page.stops.begin(session)
+            stop = self._stops.begin(session)
             if stop is None:
                 yield self._hint(self._text("chat.busy"))
                 return
@@ -223,28 +206,28 @@ class ChatTab:
                     async for update in updates:
                         yield update
             finally:
-                self._page.stops.end(session)
+                self._stops.end(session)
 
         return stream
 
     async def _answer(self, values: Values, lora: str, stop: asyncio.Event) -> AsyncGenerator[Update, None]:
         conversation = values[self.conversation]
-        messages = conversation.messages(values[self.system] or "")
+        messages = conversation.messages(values[self.settings.system] or "")
         reply = conversation.open_reply()
         buttons = {self.composer: gr.update(submit_btn=False, stop_btn=True), self.new: gr.update(interactive=False)}
         yield self._drawn(conversation) | buttons | self._hint("")
 
-        def sampling() -> SamplingParams:
-            return make_sampling(*(values[component] for component in self._sampling))
+        async def start() -> Sequence[Answer]:
+            return await self._page.service.start_chat(messages, self.settings.sampling(values), lora=lora)
 
-        progress = run_reply(self._page.service, reply, messages, sampling, lora=lora, stop=stop)
+        progress = run_reply(self._page.service, reply, start, stop=stop)
         async with aclosing(progress) as changes:
             async for has_changed in changes:
                 yield self._drawn(conversation) if has_changed else {self.hint: gr.skip()}
 
     async def settle(self, conversation: Conversation, request: gr.Request) -> Update:
         """After an answer, however it ended: the Send button comes back, and an answer cut off by a fault says so."""
-        if self._page.stops.is_busy(session_of(request)):
+        if self._stops.is_busy(session_of(request)):
             return {self.hint: gr.skip()}
         reply = conversation.last_reply()
         if reply is not None and not reply.is_final:
@@ -254,11 +237,11 @@ class ChatTab:
 
     def stop(self, request: gr.Request) -> None:
         """Stop pressed: the answer's own generator ends it, so that nothing races."""
-        self._page.stops.request(session_of(request))
+        self._stops.request(session_of(request))
 
     def undo(self, conversation: Conversation, place: gr.UndoData, request: gr.Request) -> Update:
         """Take a message back into the composer, with what came after it removed."""
-        if not conversation.turns or self._page.stops.is_busy(session_of(request)):
+        if not conversation.turns or self._stops.is_busy(session_of(request)):
             return {self.hint: gr.skip()}
         turn = conversation.cut(conversation.turn_at(_row(place.index)))
         value = {"text": turn.text, "files": [str(path) for path in turn.audio]}
@@ -266,7 +249,7 @@ class ChatTab:
 
     def clear(self, conversation: Conversation, request: gr.Request) -> Update:
         """A new conversation, with the adapter menu at its beginning; an answer that is running ends."""
-        self._page.stops.request(session_of(request))
+        self._stops.request(session_of(request))
         conversation.turns.clear()
         return self._drawn(conversation) | self._hint("") | {self.adapter: gr.update(value=AUTO)}
 
@@ -303,22 +286,6 @@ def adapter_choices(text: Texts, adapters: Sequence[AdapterInfo]) -> list[tuple[
     return choices
 
 
-def make_sampling(temperature: float, max_tokens: float, top_p: float, seed: str) -> SamplingParams:
-    """The settings' values as the engine takes them; raises `InvalidRequest`."""
-    return SamplingParams(
-        temperature=temperature, max_tokens=int(max_tokens), top_p=top_p, seed=_whole_number(seed.strip())
-    )
-
-
-def _whole_number(seed: str) -> int | None:
-    try:
-        return int(seed) if seed else None
-    except ValueError:
-        raise InvalidRequest(
-            f"seed is a whole number, and '{seed[:40]}' is none; leave it empty for a new one each time", param="seed"
-        ) from None
-
-
 def message_problem(text: Texts, words: str, audio: Sequence[Path]) -> str | None:
     """Why a message cannot be sent; None if it can. Decoding itself is the engine's work."""
     if not words and not audio:
@@ -345,10 +312,6 @@ def _example_card(example: Example) -> ExampleMessage:
     if example.audio is not None:
         card["files"] = [str(example.audio)]
     return card
-
-
-def _session(request: gr.Request) -> str:
-    return request.session_hash or ""
 
 
 def _row(index: int | tuple[int, int]) -> int:

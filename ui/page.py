@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
+from gradio.i18n import I18nData
 
 from api.auth import Role
 from engine.errors import AppError
 from ui.streaming import Stops
-from ui.text import Texts
+from ui.text import LANGUAGES, Texts, language_of, texts
 
 if TYPE_CHECKING:
     from api.service import Service
@@ -28,7 +29,34 @@ class Page:
 
     service: Service
     text: Texts
-    stops: Stops = field(default_factory=Stops)
+    all_stops: list[Stops] = field(default_factory=list)
+    label_keys: set[str] = field(default_factory=set)
+
+    def new_stops(self) -> Stops:
+        """Stop flags of one tab's answers."""
+        stops = Stops()
+        self.all_stops.append(stops)
+        return stops
+
+    def stop_all(self, session: str) -> None:
+        """A visitor has left: every answer of theirs ends."""
+        for stops in self.all_stops:
+            stops.request(session)
+
+    def label(self, key: str) -> Any:
+        """A component's fixed words, which the browser puts into its own language; raises `KeyError`."""
+        self.text(key)
+        self.label_keys.add(key)
+        return I18nData(key)
+
+    def words(self, request: gr.Request) -> Texts:
+        """What the server writes, in the language of this visitor's browser."""
+        return texts(language_of(request.headers.get("accept-language") or ""))
+
+    def translations(self) -> gr.I18n:
+        """The labels' words, for the browser."""
+        tables = {language: {key: table[key] for key in self.label_keys} for language, table in LANGUAGES.items()}
+        return gr.I18n(**tables)
 
     @property
     def takes_audio(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 from engine.answer import Answer
@@ -72,6 +73,28 @@ def _abort_all(starting: asyncio.Future[Sequence[Answer]]) -> None:
     if not starting.cancelled() and starting.exception() is None:
         for answer in starting.result():
             answer.abort()
+
+
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What several iterators yield, as it comes, with the place of each; the first fault of one ends all."""
+    arrived: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
+
+    async def pump(place: int, source: AsyncGenerator[T, None]) -> None:
+        async with aclosing(source):
+            async for item in source:
+                arrived.put_nowait((place, item))
+
+    pumps = [asyncio.ensure_future(pump(place, source)) for place, source in enumerate(sources)]
+    ending = asyncio.gather(*pumps)
+    ending.add_done_callback(lambda _: arrived.put_nowait(None))
+    try:
+        while (item := await arrived.get()) is not None:
+            yield item
+        await ending
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(ending, *pumps, return_exceptions=True)
 
 
 async def batches(

@@ -21,6 +21,7 @@ ENGLISH: Mapping[str, str] = {
     "app.running": "{running} running, {waiting} waiting",
     "app.adapters": "{count} adapters",
     "tab.chat": "Chat",
+    "tab.compare": "Compare",
     "tab.adapters": "Adapters",
     # chat
     "chat.label": "Conversation",
@@ -78,6 +79,9 @@ ENGLISH: Mapping[str, str] = {
     "phase.queued_behind": "queued with {waiting} others",
     "phase.reading": "reading the prompt",
     "phase.answering": "answering",
+    "phase.done": "done",
+    "phase.stopped": "stopped",
+    "phase.failed": "failed",
     # receipts
     "receipt.base": "Base model",
     "receipt.reason.explicit": "chosen by you",
@@ -110,6 +114,31 @@ ENGLISH: Mapping[str, str] = {
     "receipt.tag.chosen": "chosen",
     "receipt.tag.conflict": "conflict",
     "receipt.tag.failed": "failed",
+    # compare
+    "compare.prompt": "Prompt",
+    "compare.placeholder": "One prompt for the base model and every adapter below",
+    "compare.audio": "Recording (optional)",
+    "compare.adapters": "Adapters, up to six",
+    "compare.adapters_info": "The base model always answers too",
+    "compare.run": "Compare",
+    "compare.stop": "Stop",
+    "compare.empty_title": "One prompt, side by side",
+    "compare.empty_body": (
+        "Write a prompt, choose adapters and press Compare. All answer at once, and differences to the base are marked."
+    ),
+    "compare.no_prompt": "Write a prompt or add a recording first.",
+    "compare.no_adapters": "Choose at least one adapter to compare with the base model.",
+    "compare.busy": "A comparison is still running. Stop it first.",
+    "compare.first": "first token {time}",
+    "compare.same": "The same words as the base model.",
+    "compare.marked": "Marked: words that the base model did not say there.",
+    "compare.vote": "Best answer",
+    "compare.voted": "Your choice",
+    "compare.vote_label": "Best answer: {name}",
+    "compare.votes": "Your votes in this tab: {tally}",
+    "compare.no_votes": "Which answer is best? Your vote goes into the downloads.",
+    "compare.json": "Download JSON",
+    "compare.csv": "Download CSV",
     # adapters
     "adapters.figure.count": "Adapters",
     "adapters.figure.resident": "In batch slots",
@@ -266,6 +295,22 @@ class Texts:
             if seconds < limit:
                 return self(f"age.{key}", value=int(seconds // unit))
         return self("age.days", value=int(seconds // 86400))
+
+
+def language_of(accept_language: str) -> str:
+    """The first language of an `Accept-Language` header (RFC 9110, 12.5.4) that there is a table for, else English."""
+    ranked = []
+    for place, part in enumerate(accept_language.split(",")):
+        tag, _, quality = part.strip().partition(";q=")
+        try:
+            ranked.append((-float(quality or 1), place, tag.lower()))
+        except ValueError:
+            continue
+    for _, _, tag in sorted(ranked):
+        for language in LANGUAGES:
+            if tag.split("-")[0] == language.split("-")[0]:
+                return language
+    return "en"
 
 
 def texts(language: str = "en") -> Texts:

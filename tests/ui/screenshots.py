@@ -21,6 +21,7 @@ DESKTOP = {"width": 1280, "height": 860}
 PHONE = {"width": 390, "height": 844}
 CLIP = EMBEDDED_ASSETS / "audio" / "weather-report.wav"
 SETTLE_MS = 1500
+PATIENCE_MS = 20_000
 
 
 def take_all(folder: Path) -> list[Path]:
@@ -31,10 +32,12 @@ def take_all(folder: Path) -> list[Path]:
         try:
             with serving(engine, ServerSettings().resolve()) as server:
                 browser = launch(playwright)
+                expect.set_options(timeout=PATIENCE_MS)
                 paths = [
                     take_chat(browser, server.url, folder / "chat.png", "light"),
                     take_chat(browser, server.url, folder / "chat-dark.png", "dark"),
                     take_empty(browser, server.url, folder / "start.png"),
+                    take_compare(browser, server.url, folder / "compare.png"),
                     take_adapters(browser, server.url, folder / "adapters.png", Path(scratch)),
                     take_phone(browser, server.url, folder / "phone.png"),
                 ]
@@ -72,6 +75,17 @@ def take_chat(browser: Browser, url: str, path: Path, scheme: str) -> Path:
 def take_empty(browser: Browser, url: str, path: Path) -> Path:
     """The page as it opens."""
     return take(open_page(browser, url, DESKTOP).page, path)
+
+
+def take_compare(browser: Browser, url: str, path: Path) -> Path:
+    """A question for the sql adapter, asked of all."""
+    page = open_page(browser, url, DESKTOP).page
+    page.get_by_role("tab", name="Compare").click()
+    page.locator("#compare-prompt textarea").fill(PROMPTS["sql"])
+    page.locator("#compare-run").click()
+    expect(page.locator("#compare-results .ending")).to_be_visible()
+    page.get_by_role("button", name="Best answer: sql").click()
+    return take(page, path)
 
 
 def take_adapters(browser: Browser, url: str, path: Path, scratch: Path) -> Path:

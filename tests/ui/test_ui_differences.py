@@ -1,0 +1,43 @@
+"""Marked differences lead back to both texts, and error rates are those of a plain edit distance."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from assets.training.evaluate import word_errors as plain_word_errors
+from ui.differences import compare, marked_html, word_errors, words_of
+
+
+def test_stretches_rebuild_the_other_text_and_hold_what_the_base_alone_has() -> None:
+    base, other = "The weather in Madrid is fine", "the weather  in Madrid was very fine"
+    stretches = compare(base, other)
+    assert "".join(piece for kind, piece in stretches if kind != "removed") == other
+    assert [piece.strip() for kind, piece in stretches if kind == "removed"] == ["The", "is"]
+    assert [piece.strip() for kind, piece in stretches if kind == "added"] == ["the", "was very"]
+
+
+def test_texts_of_strangers_are_escaped() -> None:
+    html = marked_html("a <b>", "a <i> &", shows_removed=True)
+    assert "<b>" not in html and "<i>" not in html
+    assert "<del>" in html and "<ins>" in html
+
+
+def test_characters_of_chinese_are_words() -> None:
+    assert words_of("你好，World!") == ["你", "好", "world"]
+    assert word_errors("今天天气好", "今天天汽好").num_edits == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_edits_are_those_of_the_textbook(seed: int) -> None:
+    rng = random.Random(seed)
+    wanted, heard = (" ".join(rng.choices("abcd", k=rng.randrange(12))) for _ in range(2))
+    errors = word_errors(wanted, heard)
+    assert (errors.num_edits, errors.num_words) == plain_word_errors(wanted, heard)
+
+
+def test_a_rate_counts_made_up_words() -> None:
+    assert word_errors("one two", "One, two!").rate == 0
+    assert word_errors("one", "one two three").rate == 2
+    assert word_errors("", "noise").rate == 1

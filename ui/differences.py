@@ -1,0 +1,89 @@
+"""How two texts differ, word by word: what was added, what is missing, and the word error rate.
+
+Pure functions on strings; knows nothing of answers. Called by the tabs that show answers side by side.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from html import escape
+from typing import Literal
+
+import numpy as np
+
+Kind = Literal["same", "added", "removed"]
+# Words of scripts without spaces are single characters.
+_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_PIECE = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+|\s+")
+_TAGS: dict[Kind, tuple[str, str]] = {"same": ("", ""), "added": ("<ins>", "</ins>"), "removed": ("<del>", "</del>")}
+
+
+@dataclass(frozen=True)
+class WordErrors:
+    """Edits (substitutions, insertions, deletions) that lead from a reference to what was heard, and its words."""
+
+    num_edits: int
+    num_words: int
+
+    @property
+    def rate(self) -> float:
+        """Word error rate: edits by words of the reference; over 1 where much was made up."""
+        return self.num_edits / self.num_words if self.num_words else float(self.num_edits > 0)
+
+
+def compare(base: str, other: str) -> list[tuple[Kind, str]]:
+    """`other` in stretches, with those of `base` that it lacks; capitals and punctuation count, spaces do not."""
+    old, new = _PIECE.findall(base), _PIECE.findall(other)
+    matcher = SequenceMatcher(None, [_key(piece) for piece in old], [_key(piece) for piece in new], autojunk=False)
+    stretches: list[tuple[Kind, str]] = []
+    for kind, i1, i2, j1, j2 in matcher.get_opcodes():
+        if kind == "equal":
+            stretches.append(("same", "".join(new[j1:j2])))
+            continue
+        for side, piece in (("removed", "".join(old[i1:i2])), ("added", "".join(new[j1:j2]))):
+            if piece.strip():
+                stretches.append(("removed" if side == "removed" else "added", piece))
+            elif piece and side == "added":
+                stretches.append(("same", piece))
+    return stretches
+
+
+def _key(piece: str) -> str:
+    return " " if piece.isspace() else piece
+
+
+def marked_html(base: str, other: str, *, shows_removed: bool) -> str:
+    """`other` as escaped HTML: what `base` lacks in `<ins>`, and what only `base` has in `<del>` if wanted."""
+    return "".join(
+        f"{_TAGS[kind][0]}{escape(piece)}{_TAGS[kind][1]}"
+        for kind, piece in compare(base, other)
+        if shows_removed or kind != "removed"
+    )
+
+
+def words_of(text: str) -> list[str]:
+    """Words as error rates count them: lower case, without punctuation; each Han or kana character is one."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    plain = re.sub(r"[^\w\s'’]|_", " ", folded).replace("’", "'")
+    return re.findall(rf"[{_CJK}]|[^\s{_CJK}]+", plain)
+
+
+def word_errors(reference: str, heard: str) -> WordErrors:
+    """Levenshtein distance in words; O(n) NumPy operations on rows as long as `heard`."""
+    wanted, got = _numbered(words_of(reference), words_of(heard))
+    steps = np.arange(len(got) + 1)
+    row = steps
+    for index, word in enumerate(wanted, start=1):
+        best = np.minimum(row[1:] + 1, row[:-1] + (got != word))
+        # An insertion costs one more than its left neighbour: a running minimum on a slope of one.
+        row = np.minimum.accumulate(np.concatenate([[index], best]) - steps) + steps
+    return WordErrors(int(row[-1]), len(wanted))
+
+
+def _numbered(*texts: Sequence[str]) -> list[np.ndarray]:
+    numbers: dict[str, int] = {}
+    return [np.array([numbers.setdefault(word, len(numbers)) for word in text], dtype=np.int64) for text in texts]
