@@ -25,6 +25,7 @@ from ui.compare import CompareTab
 from ui.page import DIRECT, Page, session_of
 from ui.text import texts
 from ui.theme import CONTENT_SECURITY_POLICY, LOGO, logo_svg, make_theme, page_head
+from ui.transcribe import TranscribeTab
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -49,13 +50,13 @@ class Tab(Protocol):
 
 
 def build_ui(page: Page) -> gr.Blocks:
-    """The page, not yet mounted. A further tab is a class with `build` and `watch`, and a line in `tabs`."""
+    """The page, not yet mounted. A further tab is a class with `build` and `watch`, and a line in `_tabs`."""
     blocks: gr.Blocks = gr.Blocks(
         title=page.text("app.name"), analytics_enabled=False, fill_width=True, delete_cache=(CACHE_CHECK_S, CACHE_AGE_S)
     )
     with blocks:
         header = gr.HTML(header_html(page), elem_id="header", padding=False, apply_default_css=False)
-        tabs: dict[str, Tab] = {"chat": ChatTab(page), "compare": CompareTab(page), "adapters": AdaptersTab(page)}
+        tabs = _tabs(page)
         opened = {}
         with gr.Tabs(elem_id="tabs"):
             for key, tab in tabs.items():
@@ -74,6 +75,14 @@ def build_ui(page: Page) -> gr.Blocks:
     blocks.max_threads = MAX_EVENTS
     blocks.queue(default_concurrency_limit=16)
     return blocks
+
+
+def _tabs(page: Page) -> dict[str, Tab]:
+    """The tabs in their order, by the ends of their names' keys; the model decides whether it can transcribe."""
+    tabs: dict[str, Tab] = {"chat": ChatTab(page)}
+    if page.takes_audio:
+        tabs["transcribe"] = TranscribeTab(page)
+    return tabs | {"compare": CompareTab(page), "adapters": AdaptersTab(page)}
 
 
 def mount_ui(app: FastAPI, service: Service, settings: ServerSettings) -> FastAPI:

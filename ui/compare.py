@@ -47,7 +47,7 @@ class CompareTab:
                     elem_id="compare-prompt",
                 )  # fmt: skip
                 self.audio = gr.Audio(
-                    label=label("compare.audio"), sources=["upload", "microphone"], type="filepath",
+                    label=label("compare.audio"), sources=["upload", "microphone"], buttons=["download"], type="filepath",
                     elem_id="compare-audio", visible=hears,
                 )  # fmt: skip
             with gr.Column(scale=4, min_width=300):

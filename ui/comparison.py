@@ -165,7 +165,8 @@ def _body(text: Texts, column: Column, base: Reply) -> tuple[str, str]:
         return escape(reply.text), ""
     if reply.text.strip() == base.text.strip():
         return escape(reply.text), text("compare.same")
-    return marked_html(base.text, reply.text, shows_removed=False), text("compare.marked")
+    marked = marked_html(base.text, reply.text, shows_removed=False)
+    return marked, text("compare.marked" if "<ins>" in marked else "compare.shorter")
 
 
 def progress_line(text: Texts, reply: Reply) -> str:

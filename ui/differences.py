@@ -18,7 +18,7 @@ import numpy as np
 Kind = Literal["same", "added", "removed"]
 # Words of scripts without spaces are single characters.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_PIECE = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+|\s+")
+_PIECE = re.compile(rf"(?:[{_CJK}]|[^\s{_CJK}]+|^)\s*")
 _TAGS: dict[Kind, tuple[str, str]] = {"same": ("", ""), "added": ("<ins>", "</ins>"), "removed": ("<del>", "</del>")}
 
 
@@ -35,34 +35,40 @@ class WordErrors:
         return self.num_edits / self.num_words if self.num_words else float(self.num_edits > 0)
 
 
-def compare(base: str, other: str) -> list[tuple[Kind, str]]:
-    """`other` in stretches, with those of `base` that it lacks; capitals and punctuation count, spaces do not."""
+def compare(base: str, other: str, *, folds: bool = False) -> list[tuple[Kind, str]]:
+    """`other` in stretches, with those of `base` that it lacks, word by word; spaces do not count.
+
+    With `folds`, capitals and punctuation do not count either, as in error rates.
+    """
     old, new = _PIECE.findall(base), _PIECE.findall(other)
-    matcher = SequenceMatcher(None, [_key(piece) for piece in old], [_key(piece) for piece in new], autojunk=False)
+    key = _folded if folds else str.strip
+    matcher = SequenceMatcher(None, [key(piece) for piece in old], [key(piece) for piece in new], autojunk=False)
     stretches: list[tuple[Kind, str]] = []
     for kind, i1, i2, j1, j2 in matcher.get_opcodes():
-        if kind == "equal":
-            stretches.append(("same", "".join(new[j1:j2])))
-            continue
-        for side, piece in (("removed", "".join(old[i1:i2])), ("added", "".join(new[j1:j2]))):
-            if piece.strip():
-                stretches.append(("removed" if side == "removed" else "added", piece))
-            elif piece and side == "added":
-                stretches.append(("same", piece))
+        removed, added = "".join(old[i1:i2]), "".join(new[j1:j2])
+        if kind != "equal" and removed.strip():
+            stretches.append(("removed", removed))
+        if added:
+            stretches.append(("added" if kind != "equal" and added.strip() else "same", added))
     return stretches
 
 
-def _key(piece: str) -> str:
-    return " " if piece.isspace() else piece
+def _folded(piece: str) -> str:
+    return " ".join(words_of(piece))
 
 
-def marked_html(base: str, other: str, *, shows_removed: bool) -> str:
+def marked_html(base: str, other: str, *, shows_removed: bool, folds: bool = False) -> str:
     """`other` as escaped HTML: what `base` lacks in `<ins>`, and what only `base` has in `<del>` if wanted."""
     return "".join(
-        f"{_TAGS[kind][0]}{escape(piece)}{_TAGS[kind][1]}"
-        for kind, piece in compare(base, other)
-        if shows_removed or kind != "removed"
+        _tagged(kind, piece) for kind, piece in compare(base, other, folds=folds) if shows_removed or kind != "removed"
     )
+
+
+def _tagged(kind: Kind, piece: str) -> str:
+    """The space after a mark stays outside it."""
+    words = piece.rstrip()
+    space = piece[len(words) :] or (" " if kind == "removed" else "")
+    return f"{_TAGS[kind][0]}{escape(words)}{_TAGS[kind][1]}{space}"
 
 
 def words_of(text: str) -> list[str]:

@@ -16,6 +16,8 @@ def test_stretches_rebuild_the_other_text_and_hold_what_the_base_alone_has() -> 
     assert "".join(piece for kind, piece in stretches if kind != "removed") == other
     assert [piece.strip() for kind, piece in stretches if kind == "removed"] == ["The", "is"]
     assert [piece.strip() for kind, piece in stretches if kind == "added"] == ["the", "was very"]
+    folded = compare(base, "the weather, in madrid is fine!", folds=True)
+    assert {kind for kind, _ in folded} == {"same"}
 
 
 def test_texts_of_strangers_are_escaped() -> None:
