@@ -11,11 +11,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from api.transcript import TranscriptDelta, TranscriptEvent, TranscriptStart
 from engine.answer import Answer
 from engine.errors import AppError
 from engine.request import Delta
 from ui.receipt import Reply
 from ui.streaming import answer_events, batches
+from ui.transcript import Transcript
 
 if TYPE_CHECKING:
     from api.service import Service
@@ -41,6 +43,44 @@ async def run_reply(
     except AppError as error:
         reply.phase, reply.error = "failed", error.message
     yield True
+
+
+async def run_transcript(
+    events: AsyncGenerator[TranscriptEvent, None], transcript: Transcript, *, stop: asyncio.Event
+) -> AsyncGenerator[bool, None]:
+    """Fill `transcript` from the service's events until it is final; yields and ends as `run_reply` does."""
+    reply, begun_at = transcript.reply, time.monotonic()
+    try:
+        async with aclosing(batches(events, stop)) as lists:
+            async for arrived in lists:
+                for event in arrived:
+                    _enter(transcript, event, time.monotonic() - begun_at)
+                yield bool(arrived)
+        reply.phase = "stopped" if stop.is_set() and not transcript.is_whole else "done"
+    except AppError as error:
+        reply.phase, reply.error = "failed", error.message
+    yield True
+
+
+def _enter(transcript: Transcript, event: TranscriptEvent, elapsed_s: float) -> None:
+    """Enter one event, `elapsed_s` seconds after the start, into the record."""
+    reply = transcript.reply
+    if isinstance(event, TranscriptStart):
+        reply.receipt, reply.phase = event.receipt, "reading"
+        transcript.duration_s, transcript.num_segments = event.duration, event.total
+        return
+    reply.phase = "answering"
+    if isinstance(event, TranscriptDelta):
+        reply.text += event.text
+        transcript.partial += event.text
+        if reply.first_token_s is None:
+            reply.first_token_s = elapsed_s
+        return
+    transcript.segments.append(event)
+    transcript.partial = ""
+    reply.num_answer_tokens += len(event.token_ids)
+    reply.num_prompt_tokens += event.num_prompt_tokens
+    reply.generation_s = elapsed_s - (reply.first_token_s or 0.0)
 
 
 def _apply(reply: Reply, event: Answer | Delta, elapsed_s: float) -> None:

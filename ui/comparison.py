@@ -197,7 +197,9 @@ def _ending(text: Texts, comparison: Comparison) -> str:
     return f"<div class='ending'><p class='quiet' role='status'>{escape(votes)}</p>{links}</div>"
 
 
-def download_link(label: str, name: str, media_type: str, content: str) -> str:
-    """A link that holds the file itself, so that nothing of it is kept on the server."""
+def download_link(label: str, name: str, media_type: str, content: str, *, hint: str = "") -> str:
+    """A link that holds the file itself, so that nothing of it is kept on the server; `hint` is its longer name."""
     coded = base64.b64encode(content.encode()).decode()
-    return f"<a class='button' download='{escape(name)}' href='data:{media_type};base64,{coded}'>{escape(label)}</a>"
+    named = f" aria-label='{escape(hint)}'" if hint else ""
+    target = f"data:{media_type};charset=utf-8;base64,{coded}"
+    return f"<a class='button' download='{escape(name)}' href='{target}'{named}>{escape(label)}</a>"

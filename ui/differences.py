@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from html import escape
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -40,16 +41,26 @@ def compare(base: str, other: str, *, folds: bool = False) -> list[tuple[Kind, s
 
     With `folds`, capitals and punctuation do not count either, as in error rates.
     """
-    old, new = _PIECE.findall(base), _PIECE.findall(other)
+    return compare_parts(base, [other], folds=folds)[0]
+
+
+def compare_parts(base: str, parts: Sequence[str], *, folds: bool = False) -> list[list[tuple[Kind, str]]]:
+    """Like `compare` with the parts one after another, but a list of stretches for each part."""
+    old, by_part = _PIECE.findall(base), [_PIECE.findall(part) for part in parts]
+    new = [piece for pieces in by_part for piece in pieces]
+    owners = [place for place, pieces in enumerate(by_part) for _ in pieces]
     key = _folded if folds else str.strip
     matcher = SequenceMatcher(None, [key(piece) for piece in old], [key(piece) for piece in new], autojunk=False)
-    stretches: list[tuple[Kind, str]] = []
-    for kind, i1, i2, j1, j2 in matcher.get_opcodes():
-        removed, added = "".join(old[i1:i2]), "".join(new[j1:j2])
-        if kind != "equal" and removed.strip():
-            stretches.append(("removed", removed))
-        if added:
-            stretches.append(("added" if kind != "equal" and added.strip() else "same", added))
+    stretches: list[list[tuple[Kind, str]]] = [[] for _ in parts]
+    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        removed = "".join(old[i1:i2])
+        if tag != "equal" and removed.strip() and parts:
+            # Words that are missing belong to the part in which the next word stands.
+            owner = owners[j1] if j1 < len(owners) else len(parts) - 1
+            stretches[owner].append(("removed", removed))
+        for place, run in groupby(range(j1, j2), key=lambda index: owners[index]):
+            added = "".join(new[index] for index in run)
+            stretches[place].append(("added" if tag != "equal" and added.strip() else "same", added))
     return stretches
 
 
@@ -57,11 +68,14 @@ def _folded(piece: str) -> str:
     return " ".join(words_of(piece))
 
 
-def marked_html(base: str, other: str, *, shows_removed: bool, folds: bool = False) -> str:
+def marked_html(base: str, other: str, *, shows_removed: bool) -> str:
     """`other` as escaped HTML: what `base` lacks in `<ins>`, and what only `base` has in `<del>` if wanted."""
-    return "".join(
-        _tagged(kind, piece) for kind, piece in compare(base, other, folds=folds) if shows_removed or kind != "removed"
-    )
+    return stretches_html([(kind, piece) for kind, piece in compare(base, other) if shows_removed or kind != "removed"])
+
+
+def stretches_html(stretches: Sequence[tuple[Kind, str]]) -> str:
+    """Stretches as escaped HTML."""
+    return "".join(_tagged(kind, piece) for kind, piece in stretches)
 
 
 def _tagged(kind: Kind, piece: str) -> str:

@@ -14,17 +14,14 @@ from typing import Any
 
 import gradio as gr
 
-from engine.answer import Answer
 from engine.request import AudioPart
 from engine.routing import AUTO, NONE
-from ui.answer import run_reply
-from ui.comparison import Column
+from ui.answer import run_transcript
 from ui.examples import find_examples
 from ui.page import DIRECT, Page, session_of
-from ui.receipt import Reply
 from ui.streaming import batches, merged
 from ui.text import Texts
-from ui.transcript import Transcription, transcription_html
+from ui.transcript import Transcript, Transcription, player_html, transcription_html
 
 Values = dict[Any, Any]
 Update = dict[Any, Any]
@@ -64,6 +61,7 @@ class TranscribeTab:
                 self.sample = gr.Button(
                     label("transcribe.sample"), size="md", elem_id="transcribe-sample", visible=self._sample is not None
                 )
+        self.player = gr.HTML("", elem_id="transcribe-player", padding=False, apply_default_css=False)
         self.results = gr.HTML(
             transcription_html(self._page.text, Transcription()), elem_id="transcribe-results", padding=False,
             apply_default_css=False,
@@ -75,7 +73,7 @@ class TranscribeTab:
         selected.select(self.refresh, [self.adapter, self.transcription], [self.adapter, self.results], **DIRECT)
 
     def _connect(self) -> None:
-        outputs = [self.results, self.run, self.stop]
+        outputs = [self.results, self.player, self.run, self.stop]
         begun = self.run.click(
             self.transcribe, {self.audio, self.adapter, self.with_base, self.reference, self.transcription}, outputs,
             concurrency_limit=None, show_progress="hidden", api_visibility="private",
@@ -112,10 +110,11 @@ class TranscribeTab:
         transcription.audio, transcription.reference = Path(clip), values[self.reference] or ""
         lora = values[self.adapter] or AUTO
         wanted = [lora, NONE] if values[self.with_base] else [lora]
-        transcription.columns = [Column(each, Reply(has_new_audio=True, has_audio=True)) for each in wanted]
+        transcription.columns = [Transcript(each) for each in wanted]
         try:
             yield {
                 self.results: transcription_html(words, transcription),
+                self.player: player_html(Path(clip)),
                 self.run: gr.update(visible=False),
                 self.stop: gr.update(visible=True),
             }
@@ -127,12 +126,9 @@ class TranscribeTab:
         finally:
             self._stops.end(session_of(request))
 
-    def _answer(self, column: Column, clip: Path, stop: asyncio.Event) -> AsyncGenerator[bool, None]:
-        async def start() -> Sequence[Answer]:
-            audio = AudioPart(clip, param=clip.name)
-            return [await self._page.service.start_transcription(audio, lora=column.lora)]
-
-        return run_reply(self._page.service, column.reply, start, stop=stop)
+    def _answer(self, transcript: Transcript, clip: Path, stop: asyncio.Event) -> AsyncGenerator[bool, None]:
+        events = self._page.service.transcribe(AudioPart(clip, param=clip.name), lora=transcript.lora)
+        return run_transcript(events, transcript, stop=stop)
 
     def settle(self, transcription: Transcription, request: gr.Request) -> Update:
         """However it ended: the button comes back, and a transcript that a fault cut off says so."""

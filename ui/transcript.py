@@ -5,15 +5,36 @@ Owns `Transcription`. Knows nothing of Gradio or of the engine; `ui/transcribe` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
+from api.subtitles import write_srt, write_vtt
+from api.transcript import TranscriptSegment
 from engine.routing import NONE
-from ui.comparison import Column, download_link, progress_line
-from ui.differences import marked_html, word_errors
+from ui.comparison import download_link, progress_line
+from ui.differences import compare_parts, stretches_html, word_errors
 from ui.receipt import Reply, mark_html, reason_in_words, short_digest
 from ui.text import Texts
+
+
+@dataclass
+class Transcript:
+    """One transcript as it grows; `partial` is the text of the segment that is being written, times are in seconds."""
+
+    lora: str
+    reply: Reply = field(default_factory=lambda: Reply(has_new_audio=True, has_audio=True))
+    segments: list[TranscriptSegment] = field(default_factory=list)
+    partial: str = ""
+    duration_s: float = 0.0
+    num_segments: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every segment is there."""
+        return self.reply.receipt is not None and len(self.segments) == self.num_segments
 
 
 @dataclass
@@ -22,12 +43,17 @@ class Transcription:
 
     audio: Path | None = None
     reference: str = ""
-    columns: list[Column] = field(default_factory=list)
+    columns: list[Transcript] = field(default_factory=list)
 
     @property
-    def base(self) -> Reply | None:
+    def base(self) -> Transcript | None:
         """The transcript without an adapter, if it was asked for."""
-        return next((column.reply for column in self.columns if column.lora == NONE), None)
+        return next((column for column in self.columns if column.lora == NONE), None)
+
+
+def player_html(audio: Path) -> str:
+    """What plays segments; the page's script drives it. The address is relative, so that it holds behind a prefix."""
+    return f"<audio preload='auto' src='gradio_api/file={escape(quote(str(audio)))}'></audio>"
 
 
 def transcription_html(text: Texts, transcription: Transcription) -> str:
@@ -39,44 +65,98 @@ def transcription_html(text: Texts, transcription: Transcription) -> str:
     return f"<div class='side-by-side'>{columns}</div>"
 
 
-def _column(text: Texts, transcription: Transcription, column: Column) -> str:
+def _column(text: Texts, transcription: Transcription, column: Transcript) -> str:
     reply = column.reply
     receipt = reply.receipt
     name = None if column.lora == NONE or receipt is None else receipt.name
-    title = text("transcribe.without") if column.lora == NONE else name or text("transcribe.with")
-    if column.lora != NONE and receipt is not None and name is None:
-        title = text("receipt.base")
+    title = _title(text, column, name)
     reason = reason_in_words(text, reply) if receipt and column.lora != NONE else ""
     digest = short_digest(receipt.generation) if receipt else ""
     words, note = _words(text, transcription, column)
-    link = ""
-    if reply.is_final and reply.text.strip():
-        stem = transcription.audio.stem if transcription.audio else "transcript"
-        link = download_link(
-            text("transcribe.txt"), f"{stem}.txt", "text/plain;charset=utf-8", reply.text.strip() + "\n"
-        )
     return (
         f"<article data-lora='{escape(column.lora)}' aria-label='{escape(title)}'>"
         f"<h3>{mark_html(name)}{escape(title)} <code>{digest}</code></h3>"
-        f"<p class='quiet' data-figures>{escape(progress_line(text, reply))}</p>"
+        f"<p class='quiet' data-figures>{escape(progress_line(text, reply))}</p>{_progress(text, column)}"
         f"<p class='quiet'>{escape(reason)}</p><div class='words'>{words}</div>"
-        f"<p class='quiet' data-note>{escape(note)}</p><div class='ending'>{link}</div></article>"
+        f"<p class='quiet' data-note>{escape(note)}</p>{_downloads(text, transcription, column, title)}</article>"
     )
 
 
-def _words(text: Texts, transcription: Transcription, column: Column) -> tuple[str, str]:
-    """The transcript, marked against the reference or else against the base model's; and what the marks mean."""
+def _title(text: Texts, column: Transcript, name: str | None) -> str:
+    if column.lora == NONE:
+        return text("transcribe.without")
+    return name or text("transcribe.with" if column.reply.receipt is None else "receipt.base")
+
+
+def _progress(text: Texts, column: Transcript) -> str:
+    """A bar while a long recording is being heard."""
+    if column.reply.is_final or column.num_segments < 2:
+        return ""
+    done, total = len(column.segments), column.num_segments
+    at = column.segments[-1].end if column.segments else 0.0
+    words = text("transcribe.progress", done=done, total=total, at=clock(at), duration=clock(column.duration_s))
+    return f"<p class='quiet'><progress value='{done}' max='{total}' aria-label='{escape(words)}'></progress> {escape(words)}</p>"
+
+
+def clock(seconds: float) -> str:
+    """`1:05` or `1:02:07`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _words(text: Texts, transcription: Transcription, column: Transcript) -> tuple[str, str]:
+    """The segments, marked against the reference or else against the base model's; and what the marks mean."""
     reply, base = column.reply, transcription.base
-    if reply.phase == "failed":
-        return f"<p class='trouble'>{escape(reply.error or '')}</p>{escape(reply.text)}", ""
-    if not reply.is_final:
-        return escape(reply.text), ""
+    said = [segment.text for segment in column.segments]
+    trouble = f"<p class='trouble'>{escape(reply.error or '')}</p>" if reply.phase == "failed" else ""
+    if not column.is_whole or trouble:
+        plain = [escape(segment) for segment in said]
+        return trouble + _segments(text, column, plain) + escape(column.partial), ""
+    if not said:
+        return "", text("transcribe.silent")
     if transcription.reference.strip():
-        errors = word_errors(transcription.reference, reply.text)
+        errors = word_errors(transcription.reference, "\n".join(said))
         note = text("transcribe.wer", rate=f"{errors.rate:.1%}", edits=errors.num_edits, words=errors.num_words)
-        return marked_html(transcription.reference.strip(), reply.text, shows_removed=True, folds=True), note
-    if base is None or base is reply or not base.is_final or base.phase == "failed":
-        return escape(reply.text), ""
-    if base.text.strip() == reply.text.strip():
-        return escape(reply.text), text("compare.same")
-    return marked_html(base.text, reply.text, shows_removed=True), text("transcribe.marked")
+        marked = compare_parts(transcription.reference.strip(), said, folds=True)
+        return _segments(text, column, [stretches_html(stretches) for stretches in marked]), note
+    if base is None or base is column or not base.is_whole:
+        return _segments(text, column, [escape(segment) for segment in said]), ""
+    heard = "\n".join(segment.text for segment in base.segments)
+    marked = compare_parts(heard, said)
+    has_marks = any(kind != "same" for stretches in marked for kind, _ in stretches)
+    note = text("transcribe.marked" if has_marks else "compare.same")
+    return _segments(text, column, [stretches_html(stretches) for stretches in marked]), note
+
+
+def _segments(text: Texts, column: Transcript, shown: Sequence[str]) -> str:
+    """Each segment with a button that plays it."""
+    rows = []
+    for segment, words in zip(column.segments, shown, strict=True):
+        start, end = clock(segment.start), clock(segment.end)
+        label = escape(text("transcribe.play", start=start, end=end))
+        button = (
+            f"<button type='button' class='time' data-play-from='{segment.start:.3f}' data-play-to='{segment.end:.3f}' "
+            f"aria-label='{label}'>{start}</button>"
+        )
+        rows.append(f"<p class='segment'>{button}<span>{words.strip()}</span></p>")
+    return "".join(rows)
+
+
+def _downloads(text: Texts, transcription: Transcription, column: Transcript, title: str) -> str:
+    if not column.reply.is_final or not column.reply.text.strip():
+        return ""
+    stem = transcription.audio.stem if transcription.audio else "transcript"
+    files = {
+        "txt": ("text/plain", column.reply.text.strip() + "\n"),
+        "srt": ("application/x-subrip", write_srt(column.segments)),
+        "vtt": ("text/vtt", write_vtt(column.segments)),
+    }
+    links = [
+        download_link(
+            text(f"transcribe.{kind}"), f"{stem}.{kind}", media_type, content,
+            hint=text("transcribe.download", kind=text(f"transcribe.{kind}"), name=title),
+        )
+        for kind, (media_type, content) in files.items()
+    ]  # fmt: skip
+    return f"<div class='ending'>{''.join(links)}</div>"

@@ -111,6 +111,28 @@
     document.querySelector("#composer textarea").dispatchEvent(drop);
   }
 
+  // A segment's time plays that stretch of the recording; a second press, or its end, stops it.
+  let playing = null;
+  function stopPlaying() {
+    playing?.audio.pause();
+    playing?.button().forEach((button) => button.classList.remove("playing"));
+    playing = null;
+  }
+  function playSegment(pressed) {
+    const { playFrom, playTo } = pressed.dataset;
+    const audio = pressed.closest(".tabitem")?.querySelector("audio[src]");
+    const isSame = playing?.from === playFrom;
+    stopPlaying();
+    if (!audio || isSame) return;
+    // The list may be drawn again while it plays: buttons are found by their time.
+    const button = () => document.querySelectorAll(`[data-play-from="${playFrom}"]`);
+    playing = { audio, button, from: playFrom };
+    audio.currentTime = Number(playFrom);
+    audio.play().then(() => button().forEach((each) => each.classList.add("playing")), stopPlaying);
+    audio.ontimeupdate = () => { if (playing && audio.currentTime >= Number(playTo)) stopPlaying(); };
+    audio.onended = stopPlaying;
+  }
+
   function confirmAction(title, body, yes) {
     const dialog = document.createElement("dialog");
     dialog.className = "confirm";
@@ -139,6 +161,8 @@
   addEventListener("click", (event) => {
     if (event.target.closest("[data-theme-toggle]")) toggleTheme();
     if (event.target.closest('#composer [data-testid="microphone-button"]')) hintAtMicrophone();
+    const time = event.target.closest("[data-play-from]");
+    if (time) playSegment(time);
   }, true);
 
   addEventListener("dragenter", dragOver, true);

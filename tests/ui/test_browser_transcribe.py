@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from engine.config import EMBEDDED_ASSETS
-from engine.request import SamplingParams
+from engine.request import AudioPart, SamplingParams
 from tests.ui.live import ChatPage, Live, overflow
 
 CLIP = EMBEDDED_ASSETS / "audio" / "weather-report.wav"
@@ -37,18 +37,30 @@ def attach(page: Page, clip: Path) -> None:
     expect(page.locator("#transcribe-audio").get_by_role("button", name="Play", exact=True)).to_be_visible()
 
 
+def download(page: Page, kind: str) -> str:
+    with page.expect_download() as waiting:
+        columns(page, "auto").get_by_role("link", name=f"Download {kind}").click()
+    assert waiting.value.suggested_filename == f"weather-report.{kind.lower()}"
+    return Path(waiting.value.path()).read_text(encoding="utf-8")
+
+
 def test_a_recording_is_written_down_with_and_without_the_adapter(page: Page) -> None:
     page.locator("#transcribe-run").click()
     expect(page.get_by_test_id("toast-text").last).to_contain_text("Add a recording first")
     attach(page, CLIP)
     page.locator("#transcribe-run").click()
-    expect(columns(page, "auto")).to_contain_text("Download TXT", timeout=ANSWER_MS)
-    expect(columns(page, "none")).to_contain_text("Download TXT", timeout=ANSWER_MS)
+    for lora in ("auto", "none"):
+        expect(columns(page, lora).get_by_role("link", name="Download TXT")).to_be_visible(timeout=ANSWER_MS)
     expect(columns(page, "auto").locator("h3")).to_contain_text("speech")
     assert columns(page, "auto").locator("ins").count() > 0
-    with page.expect_download() as waiting:
-        columns(page, "auto").get_by_role("link", name="Download TXT").click()
-    assert Path(waiting.value.path()).read_text(encoding="utf-8") == f"{SAID}\n"
+    assert download(page, "TXT") == f"{SAID}\n"
+    srt, vtt = download(page, "SRT"), download(page, "VTT")
+    assert srt.startswith("1\n00:00:00,") and SAID in srt and vtt.startswith("WEBVTT") and SAID in vtt
+    columns(page, "auto").get_by_role("button", name="Play from 0:00").click()
+    expect(columns(page, "auto").locator("button.playing")).to_have_count(1)
+    page.wait_for_function("document.querySelector('#transcribe-player audio').currentTime > 0.1")
+    columns(page, "auto").get_by_role("button", name="Play from 0:00").click()
+    assert page.evaluate("document.querySelector('#transcribe-player audio').paused")
 
     page.locator("#transcribe-reference textarea").fill("The weather in Madrid is sunny today.")
     expect(columns(page, "auto")).to_contain_text("Word error rate 14.3%: 1 of 7 words")
@@ -64,13 +76,13 @@ def test_a_file_without_sound_is_refused_in_words_and_stop_ends_a_transcript(
     page: Page, live: Live, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     attach(page, CLIP)
-    start = live.service.start_transcription
+    transcribe = live.service.transcribe
     endless = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
-    async def start_endless(audio: Any, **keywords: Any) -> Any:
-        return await start(audio, dataclasses.replace(endless), **keywords)
+    def transcribe_endlessly(audio: AudioPart, **keywords: Any) -> Any:
+        return transcribe(audio, endless, **keywords)
 
-    monkeypatch.setattr(live.service, "start_transcription", start_endless)
+    monkeypatch.setattr(live.service, "transcribe", transcribe_endlessly)
     page.locator("#transcribe-run").click()
     expect(columns(page, "auto")).to_contain_text("answering", timeout=ANSWER_MS)
     page.locator("#transcribe-stop").click()
@@ -101,3 +113,18 @@ def test_what_the_microphone_hears_is_written_down(open_page: Callable[..., Page
     page.locator("#transcribe-run").click()
     expect(columns(page, "auto").locator("[data-figures]")).to_contain_text("first token", timeout=ANSWER_MS)
     expect(columns(page, "none")).to_have_count(0)
+
+
+def test_a_long_recording_comes_in_segments_with_their_times(page: Page, live: Live, tmp_path: Path) -> None:
+    with wave.open(str(CLIP)) as clip:
+        parameters, sound = clip.getparams(), clip.readframes(clip.getnframes())
+    long = tmp_path / "long.wav"
+    with wave.open(str(long), "wb") as joined:
+        joined.setparams(parameters)
+        pause = bytes(parameters.framerate * parameters.sampwidth)
+        joined.writeframes((sound + pause) * 6)
+    attach(page, long)
+    page.locator("#transcribe-run").click()
+    expect(columns(page, "auto").get_by_role("link", name="Download SRT")).to_be_visible(timeout=ANSWER_MS)
+    times = columns(page, "auto").locator("button.time").all_inner_texts()
+    assert len(times) > 1 and times[0] == "0:00" and times == sorted(times)
