@@ -283,6 +283,15 @@ class Service:
         """One adapter; raises `AdapterNotFound`."""
         return await self._manage(self.adapters.get, name)
 
+    def is_on_disk(self, name: str) -> bool:
+        """Whether an adapter must be read before it can answer; False for a name that does not exist."""
+        return self.adapters.contains(name) and self.adapters.get(name).state == "disk"
+
+    def prefetch_adapter(self, name: str) -> None:
+        """Begin to bring an adapter into memory, for one that will probably be asked for next; returns at once."""
+        if self.adapters.contains(name):
+            self.engine.prefetch(name)
+
     async def load_adapter(
         self, name: str, path: str, *, load_inplace: bool = False, base_model_name: str | None = None
     ) -> AdapterInfo:

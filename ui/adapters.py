@@ -45,7 +45,7 @@ class AdaptersTab:
         with gr.Row(elem_id="adapter-row", equal_height=False):
             with gr.Column(scale=4, min_width=300):
                 self.drop = gr.File(
-                    label=text("adapters.add"),
+                    label=self._page.label("adapters.add"),
                     file_count="multiple",
                     type="filepath",
                     elem_id="adapter-upload",
@@ -62,6 +62,9 @@ class AdaptersTab:
         self.timer = gr.Timer(REFRESH_S, active=False)
         self._shown = [self.notice, self.figures, self.table, self.drop]
         self._connect()
+
+    def load(self, blocks: gr.Blocks) -> None:
+        """Nothing happens here when the page is opened."""
 
     def watch(self, selected: gr.Tab, others: Sequence[gr.Tab]) -> None:
         """Refresh when the tab is opened and while it stays open."""

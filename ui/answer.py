@@ -37,7 +37,7 @@ async def run_reply(
             async for events in lists:
                 for at, event in events:
                     _apply(reply, event, at - sent_at)
-                yield bool(events) or _note_queue(service, reply)
+                yield bool(events) or _note_wait(service, reply, time.monotonic() - sent_at)
         if not reply.is_final:
             reply.phase = "stopped" if stop.is_set() else "done"
     except AppError as error:
@@ -103,8 +103,12 @@ def _apply(reply: Reply, event: Answer | Delta, elapsed_s: float) -> None:
         reply.phase = "stopped" if event.finish_reason == "abort" else "done"
 
 
-def _note_queue(service: Service, reply: Reply) -> bool:
-    """While queued, keep the number of waiting requests; True where the display must change for it."""
+def _note_wait(service: Service, reply: Reply, elapsed_s: float) -> bool:
+    """After a silence: what the answer waits for, as far as that can be told; True where the display must change for it."""
+    if reply.receipt is None:
+        reply.waited_s = elapsed_s
+        reply.phase = "loading" if service.is_on_disk(reply.expected) else "preparing"
+        return True
     if reply.phase != "queued":
         return False
     num_waiting = service.stats().num_waiting

@@ -23,7 +23,7 @@ from ui.adapters import AdaptersTab
 from ui.chat import ChatTab
 from ui.compare import CompareTab
 from ui.page import DIRECT, Page, session_of
-from ui.text import texts
+from ui.text import Texts, texts
 from ui.theme import CONTENT_SECURITY_POLICY, LOGO, logo_svg, make_theme, page_head
 from ui.transcribe import TranscribeTab
 
@@ -45,6 +45,9 @@ class Tab(Protocol):
     def build(self) -> None:
         """Create the components inside the tab that is open."""
 
+    def load(self, blocks: gr.Blocks) -> None:
+        """Connect what happens when the page is opened."""
+
     def watch(self, selected: gr.Tab, others: Sequence[gr.Tab]) -> None:
         """Connect what happens when the tab is opened, and when another one is."""
 
@@ -55,7 +58,7 @@ def build_ui(page: Page) -> gr.Blocks:
         title=page.text("app.name"), analytics_enabled=False, fill_width=True, delete_cache=(CACHE_CHECK_S, CACHE_AGE_S)
     )
     with blocks:
-        header = gr.HTML(header_html(page), elem_id="header", padding=False, apply_default_css=False)
+        header = gr.HTML(header_html(page, page.text), elem_id="header", padding=False, apply_default_css=False)
         tabs = _tabs(page)
         opened = {}
         with gr.Tabs(elem_id="tabs"):
@@ -63,9 +66,14 @@ def build_ui(page: Page) -> gr.Blocks:
                 with gr.Tab(page.label(f"tab.{key}"), id=key, elem_id=f"tab-{key}") as opened[key]:
                     tab.build()
         for key, tab in tabs.items():
+            tab.load(blocks)
             tab.watch(opened[key], [other for other_key, other in opened.items() if other_key != key])
         timer = gr.Timer(HEADER_EVERY_S)
-        gr.on([blocks.load, timer.tick], lambda: header_html(page), None, header, **DIRECT)
+
+        def draw_header(request: gr.Request) -> str:
+            return header_html(page, page.words(request))
+
+        gr.on([blocks.load, timer.tick], draw_header, None, header, **DIRECT)
 
         def leave(request: gr.Request) -> None:
             page.stop_all(session_of(request))
@@ -136,9 +144,9 @@ class PageHeaders:
         await self._app(scope, receive, send_with_policy if scope["type"] == "http" else send)
 
 
-def header_html(page: Page) -> str:
+def header_html(page: Page, text: Texts) -> str:
     """Name, what the engine is doing, model, adapters; escaped."""
-    text, service = page.text, page.service
+    service = page.service
     stats = service.stats()
     state = "app.ready" if stats.is_alive else "app.down"
     pills = [f"<span class='pill {'ok' if stats.is_alive else 'bad'}'><i></i>{escape(text(state))}</span>"]

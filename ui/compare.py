@@ -65,6 +65,9 @@ class CompareTab:
         )  # fmt: skip
         self._connect()
 
+    def load(self, blocks: gr.Blocks) -> None:
+        """Nothing happens here when the page is opened."""
+
     def watch(self, selected: gr.Tab, others: Sequence[gr.Tab]) -> None:
         """The adapters to choose from are those of the moment the tab is opened."""
         shown = [self.adapters, self.results]

@@ -7,6 +7,7 @@ message dictionaries that a chat display takes. Called by `ui/chat`.
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,14 @@ class Turn:
     text: str
     audio: tuple[Path, ...] = ()
     reply: Reply | None = None
+    # Names of media that a conversation from the browser's history no longer has.
+    lost_media: tuple[str, ...] = ()
 
     @property
     def is_in_prompt(self) -> bool:
         """Whether the model sees this turn: a failed one is left out, or its fault would come back with each request."""
+        if self.lost_media and not self.text:
+            return False
         return self.reply is None or self.reply.phase != "failed"
 
     def user_message(self) -> Message:
@@ -42,9 +47,12 @@ class Conversation:
     """The turns of one browser tab."""
 
     turns: list[Turn] = field(default_factory=list)
+    key: str = ""
 
     def begin(self, text: str, audio: tuple[Path, ...]) -> None:
-        """Add a turn; its answer is made by `open_reply`."""
+        """Add a turn; its answer is made by `open_reply`. The first one gives the conversation a new key."""
+        if not self.turns and not self.key:
+            self.key = uuid.uuid4().hex
         self.turns.append(Turn(text, audio))
 
     def messages(self, system: str = "") -> list[Message]:
@@ -69,6 +77,11 @@ class Conversation:
         """The newest answer."""
         return next((turn.reply for turn in reversed(self.turns) if turn.reply is not None), None)
 
+    def clear(self) -> None:
+        """Begin anew."""
+        self.turns.clear()
+        self.key = ""
+
     def cut(self, turn_index: int) -> Turn:
         """Remove a turn and all that follow it; returns the removed turn."""
         turn = self.turns[turn_index]
@@ -88,7 +101,7 @@ class Conversation:
         """The messages of the chat display; `turn_at` must agree with how many each turn gives."""
         shown: list[dict[str, Any]] = []
         for turn in self.turns:
-            shown.append(_user_row(turn))
+            shown.append(_user_row(text, turn))
             if turn.reply is not None:
                 shown.extend(_reply_rows(text, turn.reply))
         return shown
@@ -98,8 +111,9 @@ def _num_messages(turn: Turn) -> int:
     return 1 if turn.reply is None else 1 + len(_reply_rows(Texts(), turn.reply))
 
 
-def _user_row(turn: Turn) -> dict[str, Any]:
+def _user_row(text: Texts, turn: Turn) -> dict[str, Any]:
     files: list[Any] = [{"path": str(path), "alt_text": path.name} for path in turn.audio]
+    files += [text("history.lost_media", name=name) for name in turn.lost_media]
     return {"role": "user", "content": [*files, turn.text] if turn.text else files}
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 from engine.request import FinishReason, Receipt
 from ui.text import Texts
 
-Phase = Literal["preparing", "queued", "reading", "answering", "done", "stopped", "failed"]
+Phase = Literal["preparing", "loading", "queued", "reading", "answering", "done", "stopped", "failed"]
 FINAL_PHASES = frozenset({"done", "stopped", "failed"})
 DIGEST_LENGTH = 8
 NUM_HUES = 16  # colours in the style sheet
@@ -42,6 +42,9 @@ class Reply:
     finish_reason: FinishReason | None = None
     has_new_audio: bool = False
     has_audio: bool = False
+    # The adapter that will probably answer, and how long the answer has been without a receipt (seconds).
+    expected: str = ""
+    waited_s: float = 0.0
 
     @property
     def is_final(self) -> bool:
@@ -88,7 +91,7 @@ def status_in_words(text: Texts, reply: Reply) -> str:
     """What an unfinished answer is waiting for."""
     if reply.phase == "queued" and reply.num_waiting > 1:
         return text("phase.queued_behind", waiting=reply.num_waiting - 1)
-    return text(f"phase.{reply.phase}")
+    return text(f"phase.{reply.phase}", name=reply.expected)
 
 
 def figures(text: Texts, reply: Reply) -> list[str]:
@@ -100,7 +103,7 @@ def figures(text: Texts, reply: Reply) -> list[str]:
         shown.append(text("receipt.load", ms=text.duration(receipt.load_ms / 1000)))
     elif receipt.name:
         shown.append(text("receipt.loaded"))
-    if reply.phase not in ("preparing", "queued"):
+    if reply.phase not in ("preparing", "loading", "queued"):
         shown.append(text("receipt.queue", ms=text.duration(receipt.queue_ms / 1000)))
     if reply.tokens_per_s is not None:
         shown.append(text("receipt.speed", speed=f"{reply.tokens_per_s:.0f}"))
@@ -112,7 +115,9 @@ def figures(text: Texts, reply: Reply) -> list[str]:
 def receipt_title(text: Texts, reply: Reply) -> str:
     """The name in bold above an answer (Markdown)."""
     if reply.receipt is None:
-        return text("phase.preparing_audio" if reply.has_new_audio else "phase.preparing")
+        key = "preparing_audio" if reply.phase == "preparing" and reply.has_new_audio else reply.phase
+        waiting = text(f"phase.{key}", name=plain(reply.expected))
+        return f"{waiting} {text.duration(reply.waited_s)}" if reply.waited_s else waiting
     return f"{mark_html(reply.receipt.name)}{plain(reply.receipt.name or text('receipt.base'))}"
 
 

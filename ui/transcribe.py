@@ -68,6 +68,9 @@ class TranscribeTab:
         )  # fmt: skip
         self._connect()
 
+    def load(self, blocks: gr.Blocks) -> None:
+        """Nothing happens here when the page is opened."""
+
     def watch(self, selected: gr.Tab, others: Sequence[gr.Tab]) -> None:
         """The adapters to choose from are those of the moment the tab is opened."""
         selected.select(self.refresh, [self.adapter, self.transcription], [self.adapter, self.results], **DIRECT)

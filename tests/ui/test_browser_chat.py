@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,71 @@ def test_the_adapter_that_was_picked_answers_with_its_generation(chat: ChatPage,
     expect(chat.page.get_by_label("Adapter", exact=True)).to_have_value("sql")
     chat.choose_adapter("Base model")
     assert "you asked for the base model" in chat.ask("And now?")
+
+
+def test_a_chosen_adapter_shows_its_card_and_is_fetched_before_it_is_asked_for(
+    chat: ChatPage, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr(live.engine, "prefetch", fetched.append)
+    card = chat.page.locator("#adapter-card")
+    expect(card).to_contain_text("Messages with audio go to speech; everything else to the base model.")
+    chat.choose_adapter("pirate")
+    info = live.engine.adapters.get("pirate")
+    expect(card).to_contain_text((info.generation or "").removeprefix("sha256:")[:8])
+    expect(card).to_contain_text(f"{info.num_modules}: {', '.join(info.target_modules)}")
+    assert fetched == ["pirate"]
+    chat.choose_adapter("Base model")
+    expect(card).to_contain_text("The base model answers, whatever the message holds.")
+    assert fetched == ["pirate"]
+
+
+def test_a_wait_for_an_adapter_is_told_with_its_time(
+    chat: ChatPage, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = live.service.start_chat
+    may_go_on = threading.Event()
+
+    async def start_late(messages: Sequence[Message], sampling: SamplingParams, **keywords: Any) -> Any:
+        await asyncio.to_thread(may_go_on.wait)
+        return await start(messages, sampling, **keywords)
+
+    monkeypatch.setattr(live.service, "start_chat", start_late)
+    monkeypatch.setattr(live.service, "is_on_disk", lambda name: name == "sql")
+    chat.choose_adapter("sql")
+    chat.submit("List all notes")
+    expect(chat.receipts.last).to_have_text(re.compile(r"Loading adapter sql \d"))
+    may_go_on.set()
+    assert chat.wait_for_receipt(1).startswith("sql ")
+
+
+def test_the_browser_alone_keeps_conversations_which_can_be_opened_exported_and_deleted(
+    fresh_chat: ChatPage, live: Live
+) -> None:
+    page, chat = fresh_chat.page, fresh_chat
+    chat.ask("First question")
+    with page.expect_download() as waiting:
+        page.get_by_role("link", name="Export as Markdown").click()
+    assert "First question" in Path(waiting.value.path()).read_text(encoding="utf-8")
+    page.locator("#new-conversation").click()
+    expect(chat.questions).to_have_count(0)
+    chat.ask("Second question")
+    page.reload()
+    expect(chat.box).to_be_visible()
+    expect(chat.questions).to_have_count(0)
+    page.get_by_role("button", name="Earlier conversations").click()
+    rows = page.locator("#chat-history li")
+    expect(rows).to_have_count(2)
+    rows.filter(has_text="First question").locator("button.open").click()
+    expect(chat.questions).to_have_text(["First question"], use_inner_text=True)
+    chat.ask("And then?")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("First question")
+    page.get_by_role("button", name="Delete: Second question").click()
+    expect(rows).to_have_count(1)
+    page.get_by_role("button", name="Delete all", exact=True).click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete all").click()
+    expect(page.locator("#chat-history")).to_contain_text("Only this browser keeps them")
 
 
 def test_an_uploaded_clip_goes_to_the_default_for_audio_and_can_be_played(chat: ChatPage, tone: Path) -> None:
