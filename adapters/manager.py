@@ -13,16 +13,19 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from adapters.catalog import CatalogRow
 from adapters.defaults import Defaults
 from adapters.errors import (
     AdapterError,
     AdapterExists,
+    AdapterFilesNotFound,
     AdapterRefused,
     AdapterStoreFault,
     DefaultStaysPinned,
 )
+from adapters.files import write_zip
 from adapters.flights import Flights
 from adapters.generation import GenerationHandle
 from adapters.history import History
@@ -277,6 +280,19 @@ class AdapterManager:
             self._registry.note_request(entry)
 
     # Looking
+
+    def export(self, name: str, target: IO[bytes]) -> None:
+        """Write the files of what a name points to as a zip.
+
+        Raises:
+            AdapterNotFound: no adapter has the name.
+            AdapterFilesNotFound: its files are no longer there.
+        """
+        located = self._registry.get(name).located
+        try:
+            write_zip(located.folder, target)
+        except OSError as error:
+            raise AdapterFilesNotFound(f"The files of adapter {name!r} cannot be read: {error.strerror}.") from error
 
     def contains(self, name: str) -> bool:
         """Whether the name is listed, be it failed."""

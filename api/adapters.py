@@ -5,13 +5,15 @@ The texts of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` are vLLM's. C
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.background import BackgroundTask
 from starlette.datastructures import FormData
 
 from adapters.errors import AdapterNotFound
@@ -135,6 +137,17 @@ async def list_adapters(request: Request) -> dict[str, Any]:
     adapters = [adapter_json(info) for info in await service.list_adapters()]
     downloads = [download.to_dict() for download in service.downloads()]
     return {"object": "list", "data": adapters, "stats": stats_json(service.stats()), "downloads": downloads}
+
+
+# Before the route below, whose path takes in this one's.
+@router.get("/v1/adapters/{name:path}/download", dependencies=[Depends(require_admin)])
+async def download_adapter(request: Request, name: str) -> FileResponse:
+    """The adapter's files as a zip that can be uploaded again."""
+    path = await service_of(request).export_adapter(name)
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "adapter"
+    return FileResponse(
+        path, media_type="application/zip", filename=f"{stem}.zip", background=BackgroundTask(path.unlink)
+    )
 
 
 @router.get("/v1/adapters/{name:path}")

@@ -7,6 +7,7 @@ model cards. Knows nothing of HTTP. Blocking work of the adapter manager runs in
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
 
+from adapters.errors import AdapterNotFound
 from api.auth import Policy, Role
 from api.errors import RuntimeUpdatingOff
 from api.logprobs import TokenTexts
@@ -287,10 +289,26 @@ class Service:
         """Whether an adapter must be read before it can answer; False for a name that does not exist."""
         return self.adapters.contains(name) and self.adapters.get(name).state == "disk"
 
-    def prefetch_adapter(self, name: str) -> None:
-        """Begin to bring an adapter into memory, for one that will probably be asked for next; returns at once."""
-        if self.adapters.contains(name):
-            self.engine.prefetch(name)
+    async def prefetch_adapter(self, name: str) -> None:
+        """Begin to bring an adapter into memory, for one that will probably be asked for next; nothing for an unknown name."""
+        try:
+            await self.get_adapter(name)
+        except AdapterNotFound:
+            return
+        self.engine.prefetch(name)
+
+    async def export_adapter(self, name: str) -> Path:
+        """A new zip of an adapter's files, which the caller deletes; raises `AdapterNotFound`, or that files are gone."""
+        return await asyncio.get_running_loop().run_in_executor(self._load_pool, self._export, name)
+
+    def _export(self, name: str) -> Path:
+        with tempfile.NamedTemporaryFile(prefix="adapter-", suffix=".zip", delete=False) as target:
+            try:
+                self.adapters.export(name, target)
+            except BaseException:
+                Path(target.name).unlink()
+                raise
+        return Path(target.name)
 
     async def load_adapter(
         self, name: str, path: str, *, load_inplace: bool = False, base_model_name: str | None = None

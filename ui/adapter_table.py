@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from ui.receipt import short_digest
 from ui.text import Texts
@@ -143,6 +144,12 @@ def _actions(text: Texts, adapter: AdapterInfo, is_locked: bool, modalities: Seq
     """What is usual first; then delete for an upload, unload for what came from elsewhere."""
     buttons = [] if adapter.state == "failed" else _uses(text, adapter, is_locked, modalities)
     buttons.append(_button(text, adapter.name, "versions", "", is_locked=False))
+    if not is_locked:
+        label = escape(text("adapters.download_label", name=adapter.name))
+        target = escape(f"v1/adapters/{quote(adapter.name)}/download")
+        buttons.append(
+            f"<a class='button' download href='{target}' aria-label='{label}'>{escape(text('adapters.download'))}</a>"
+        )
     remove = "delete" if adapter.is_stored else "unload"
     warning = ""
     if adapter.default_for:

@@ -13,8 +13,10 @@ from typing import Any
 
 import gradio as gr
 
-from engine.errors import AppError
+from api.service import Service
+from engine.errors import AppError, InvalidRequest
 from ui.adapter_table import TABLE_SCRIPT, figures_html, table_html, versions_html
+from ui.memory_chart import memory_html
 from ui.page import DIRECT, Page
 from ui.receipt import short_digest
 from ui.upload_report import REPORT_SCRIPT, Parcel, make_parcels, report_html
@@ -28,11 +30,10 @@ class AdaptersTab:
 
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._text = page.text
 
     def build(self) -> None:
         """Create the components inside the current tab, then connect them."""
-        text = self._text
+        text = self._page.text
         self.parcels = gr.State([])
         self.notice = gr.HTML("", elem_id="adapters-notice", padding=False, apply_default_css=False, visible=False)
         self.figures = gr.HTML("", elem_id="adapters-figures", padding=False, apply_default_css=False)
@@ -42,6 +43,7 @@ class AdaptersTab:
         self.versions = gr.HTML(
             "", elem_id="adapters-versions", padding=False, apply_default_css=False, js_on_load=TABLE_SCRIPT
         )
+        self.memory = gr.HTML("", elem_id="adapters-memory", padding=False, apply_default_css=False)
         with gr.Row(elem_id="adapter-row", equal_height=False):
             with gr.Column(scale=4, min_width=300):
                 self.drop = gr.File(
@@ -60,7 +62,7 @@ class AdaptersTab:
                     js_on_load=REPORT_SCRIPT,
                 )
         self.timer = gr.Timer(REFRESH_S, active=False)
-        self._shown = [self.notice, self.figures, self.table, self.drop]
+        self._shown = [self.notice, self.figures, self.table, self.memory, self.drop]
         self._connect()
 
     def load(self, blocks: gr.Blocks) -> None:
@@ -93,14 +95,15 @@ class AdaptersTab:
     async def refresh(self, request: gr.Request) -> Update:
         """The tab as things stand."""
         reason = self._page.lock_reason(request)
-        adapters = await self._page.service.list_adapters()
+        text, adapters = self._page.words(request), await self._page.service_for(request).list_adapters()
         notice = f"<p class='notice' role='note'>{escape(reason or '')}</p>"
         num_slots = self._page.service.engine.config.max_loras
         return {
             self.notice: gr.update(value=notice, visible=reason is not None),
-            self.figures: figures_html(self._text, adapters, num_slots=num_slots),
+            self.memory: memory_html(text, adapters, self._page.service.stats()),
+            self.figures: figures_html(text, adapters, num_slots=num_slots),
             self.table: table_html(
-                self._text,
+                text,
                 adapters,
                 is_locked=reason is not None,
                 modalities=sorted(self._page.service.engine.modalities),
@@ -115,20 +118,19 @@ class AdaptersTab:
             return {self.versions: await self._versions(name, request)}
         try:
             self._require_leave(request)
-            await self._change(action, name, value)
+            await self._change(self._page.service_for(request), action, name, value)
         except AppError as error:
             raise gr.Error(escape(error.message), print_exception=False) from None
         words = {"name": name, "modality": value, "version": short_digest(value)}
-        gr.Success(escape(self._text(f"adapters.done.{action}", **words)))
+        gr.Success(escape(self._page.words(request)(f"adapters.done.{action}", **words)))
         shown = await self.refresh(request) | {self.versions: ""}
         if action == "rollback":
             shown[self.versions] = await self._versions(name, request)
         # Only where a name has become free does the report change.
-        return shown | {self.report: self._report(parcels)} if action in ("unload", "delete") else shown
+        return shown | {self.report: self._report(parcels, request)} if action in ("unload", "delete") else shown
 
-    async def _change(self, action: str, name: str, value: str) -> None:
+    async def _change(self, service: Service, action: str, name: str, value: str) -> None:
         """Do what a button says; raises `AppError`."""
-        service = self._page.service
         if action in ("pin", "unpin"):
             await service.pin_adapter(name, action == "pin")
         elif action in ("default", "no_default"):
@@ -142,26 +144,28 @@ class AdaptersTab:
         elif action == "delete":
             await service.delete_adapter(name)
         else:
-            raise gr.Error(self._text("adapters.unknown_action"), print_exception=False)
+            raise InvalidRequest("This action is not known.")
 
     async def _versions(self, name: str, request: gr.Request) -> str:
         """The list of a name's versions; empty where the name is, or is gone."""
         try:
-            versions = await self._page.service.adapter_versions(name) if name else []
+            versions = await self._page.service_for(request).adapter_versions(name) if name else []
         except AppError as error:
             raise gr.Error(escape(error.message), print_exception=False) from None
-        return versions_html(self._text, name, versions, is_locked=self._page.lock_reason(request) is not None)
+        return versions_html(
+            self._page.words(request), name, versions, is_locked=self._page.lock_reason(request) is not None
+        )
 
     async def check(self, paths: list[str] | None, parcels: list[Parcel], request: gr.Request) -> AsyncIterator[Update]:
         """Files dropped: a dry run for each parcel, drawn as each is done. The drop box is free again at once."""
         self._require_leave(request)
-        arrived = make_parcels(self._text, [Path(path) for path in paths or []])
+        arrived = make_parcels(self._page.words(request), [Path(path) for path in paths or []])
         parcels[:0] = arrived
-        yield {self.report: self._report(parcels), self.drop: None, self.parcels: parcels}
+        yield {self.report: self._report(parcels, request), self.drop: None, self.parcels: parcels}
         for parcel in arrived:
             if parcel.problem is None:
                 parcel.report = await self._page.service.inspect_upload(parcel.files)
-            yield {self.report: self._report(parcels)}
+            yield {self.report: self._report(parcels, request)}
 
     async def install(self, parcels: list[Parcel], event: gr.EventData, request: gr.Request) -> Update:
         """Install pressed on a card."""
@@ -170,11 +174,11 @@ class AdaptersTab:
         if parcel is not None:
             parcel.num_tries += 1
             parcel.problem = await self._install(parcel, request)
-        return {self.report: self._report(parcels)} | await self.refresh(request)
+        return {self.report: self._report(parcels, request)} | await self.refresh(request)
 
     async def _install(self, parcel: Parcel, request: gr.Request) -> str | None:
         """Install a parcel; returns what went wrong, in words. That a name is taken is on the card as long as it is."""
-        text = self._text
+        text = self._page.words(request)
         if not parcel.name:
             return text("report.no_name")
         if not all(path.is_file() for path in parcel.files.values()):
@@ -184,21 +188,23 @@ class AdaptersTab:
             return None
         try:
             self._require_leave(request)
-            info = await self._page.service.install_upload(parcel.name, parcel.files, load_inplace=parcel.replaces)
+            info = await self._page.service_for(request).install_upload(
+                parcel.name, parcel.files, load_inplace=parcel.replaces
+            )
         except AppError as error:
             return error.message[:1].upper() + error.message[1:]
         parcel.is_installed = True
         gr.Success(escape(text("adapters.done.install", name=info.name, rank=info.rank, modules=info.num_modules)))
         return None
 
-    def dismiss(self, parcels: list[Parcel], event: gr.EventData) -> str:
+    def dismiss(self, parcels: list[Parcel], event: gr.EventData, request: gr.Request) -> str:
         """Take a card away."""
         _keep_drafts(parcels, event.drafts)
         parcels[:] = [parcel for parcel in parcels if parcel.key != event.key]
-        return self._report(parcels)
+        return self._report(parcels, request)
 
-    def _report(self, parcels: list[Parcel]) -> str:
-        return report_html(self._text, parcels, self._page.service.engine.adapters.names())
+    def _report(self, parcels: list[Parcel], request: gr.Request) -> str:
+        return report_html(self._page.words(request), parcels, self._page.service.engine.adapters.names())
 
     def _require_leave(self, request: gr.Request) -> None:
         if reason := self._page.lock_reason(request):

@@ -16,6 +16,7 @@ from engine.answer import Answer
 from engine.errors import AppError
 from engine.request import Delta
 from ui.receipt import Reply
+from ui.samples import Samples
 from ui.streaming import answer_events, batches
 from ui.transcript import Transcript
 
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
 
 
 async def run_reply(
-    service: Service, reply: Reply, start: Callable[[], Awaitable[Sequence[Answer]]], *, stop: asyncio.Event
+    service: Service,
+    reply: Reply,
+    start: Callable[[], Awaitable[Sequence[Answer]]],
+    *,
+    stop: asyncio.Event,
+    samples: Samples,
 ) -> AsyncGenerator[bool, None]:
     """Fill `reply` until it is final; yields True where it has changed and False where a wait goes on.
 
     `start` asks the service; an `AppError` of it is the answer's. Setting `stop`, or closing the iterator, frees the
-    sequence in the engine.
+    sequence in the engine. `samples` hears of the first token.
     """
     sent_at = time.monotonic()
     try:
@@ -40,13 +46,15 @@ async def run_reply(
                 yield bool(events) or _note_wait(service, reply, time.monotonic() - sent_at)
         if not reply.is_final:
             reply.phase = "stopped" if stop.is_set() else "done"
+        if reply.first_token_s is not None:
+            samples.note_first_token(reply.first_token_s)
     except AppError as error:
         reply.phase, reply.error = "failed", error.message
     yield True
 
 
 async def run_transcript(
-    events: AsyncGenerator[TranscriptEvent, None], transcript: Transcript, *, stop: asyncio.Event
+    events: AsyncGenerator[TranscriptEvent, None], transcript: Transcript, *, stop: asyncio.Event, samples: Samples
 ) -> AsyncGenerator[bool, None]:
     """Fill `transcript` from the service's events until it is final; yields and ends as `run_reply` does."""
     reply, begun_at = transcript.reply, time.monotonic()
@@ -57,6 +65,8 @@ async def run_transcript(
                     _enter(transcript, event, time.monotonic() - begun_at)
                 yield bool(arrived)
         reply.phase = "stopped" if stop.is_set() and not transcript.is_whole else "done"
+        if reply.first_token_s is not None:
+            samples.note_first_token(reply.first_token_s)
     except AppError as error:
         reply.phase, reply.error = "failed", error.message
     yield True

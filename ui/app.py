@@ -23,6 +23,7 @@ from ui.adapters import AdaptersTab
 from ui.chat import ChatTab
 from ui.compare import CompareTab
 from ui.page import DIRECT, Page, session_of
+from ui.status import StatusTab
 from ui.text import Texts, texts
 from ui.theme import CONTENT_SECURITY_POLICY, LOGO, logo_svg, make_theme, page_head
 from ui.transcribe import TranscribeTab
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 HEADER_EVERY_S = 5
 MAX_EVENTS = 128
+LINKS = {"docs": "docs", "openapi": "openapi.json", "metrics": "metrics"}
 CACHE_CHECK_S = 600
 CACHE_AGE_S = 24 * 3600
 
@@ -71,6 +73,7 @@ def build_ui(page: Page) -> gr.Blocks:
         timer = gr.Timer(HEADER_EVERY_S)
 
         def draw_header(request: gr.Request) -> str:
+            page.samples.take(page.service.stats())
             return header_html(page, page.words(request))
 
         gr.on([blocks.load, timer.tick], draw_header, None, header, **DIRECT)
@@ -90,14 +93,15 @@ def _tabs(page: Page) -> dict[str, Tab]:
     tabs: dict[str, Tab] = {"chat": ChatTab(page)}
     if page.takes_audio:
         tabs["transcribe"] = TranscribeTab(page)
-    return tabs | {"compare": CompareTab(page), "adapters": AdaptersTab(page)}
+    return tabs | {"compare": CompareTab(page), "adapters": AdaptersTab(page), "status": StatusTab(page)}
 
 
 def mount_ui(app: FastAPI, service: Service, settings: ServerSettings) -> FastAPI:
     """Serve the web app at `/`. Who may see it is decided by the guard that stands before all of `app`."""
     app.add_middleware(PageHeaders)
     max_bytes = service.engine.config.max_upload_mb * 2**20
-    page = Page(service, texts())
+    paths = {getattr(route, "path", "") for route in app.routes}
+    page = Page(service, texts(), links={key: path for key, path in LINKS.items() if f"/{path}" in paths})
     gr.mount_gradio_app(
         app,
         build_ui(page),

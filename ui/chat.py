@@ -18,6 +18,7 @@ import gradio as gr
 from gradio.components.chatbot import ExampleMessage
 
 from adapters.manager import AdapterInfo
+from api.service import Service
 from engine.answer import Answer
 from engine.errors import AppError
 from engine.routing import AUTO, NONE
@@ -53,8 +54,8 @@ class ChatTab:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._stops = page.new_stops()
-        adapters = page.service.engine.adapters
-        self._examples = find_examples(page.text, takes_audio=page.takes_audio, adapters=adapters.names())
+        names = [adapter.name for adapter in page.shared_adapters]
+        self._examples = find_examples(page.text, takes_audio=page.takes_audio, adapters=names)
 
     def build(self) -> None:
         """Create the components inside the current tab, then connect them."""
@@ -78,7 +79,8 @@ class ChatTab:
     async def greet(self, conversation: Conversation, kept: list[Record], request: gr.Request) -> Update:
         """The page opened."""
         text = self._page.words(request)
-        names = self._page.service.engine.adapters.names()
+        adapters = await self._page.service_for(request).list_adapters()
+        names = [adapter.name for adapter in self._page.shared_adapters]
         examples = find_examples(text, takes_audio=self._page.takes_audio, adapters=names)
         hears = self._page.takes_audio
         shown = len(examples) == len(self._examples)  # another number would mean other cards than those that are sent
@@ -89,8 +91,8 @@ class ChatTab:
             ),
             self.composer: gr.update(placeholder=text("chat.placeholder_audio" if hears else "chat.placeholder_text")),
             self.last_answer: last_answer_card(text, None),
-            self.adapter: gr.update(choices=adapter_choices(text, await self._page.service.list_adapters())),
-            self.card: await self._card(text, AUTO),
+            self.adapter: gr.update(choices=adapter_choices(text, adapters)),
+            self.card: await self._card(text, AUTO, request),
             self.kept_list: history_html(text, kept or [], conversation.key),
         }
 
@@ -130,7 +132,7 @@ class ChatTab:
     def _build_settings(self) -> None:
         text, label = self._page.text, self._page.label
         self.adapter = gr.Dropdown(
-            adapter_choices(text, self._page.service.engine.adapters.list()),
+            adapter_choices(text, self._page.shared_adapters),
             value=AUTO,
             label=label("chat.adapter"),
             info=label("chat.adapter_info"),
@@ -236,7 +238,7 @@ class ChatTab:
                 if not opening.is_ready:
                     return
                 lora = opening.lora or values[self.adapter]
-                async with aclosing(self._answer(text, values, lora, stop)) as updates:
+                async with aclosing(self._answer(self._page.service_for(request), text, values, lora, stop)) as updates:
                     async for update in updates:
                         yield update
             finally:
@@ -245,7 +247,7 @@ class ChatTab:
         return stream
 
     async def _answer(
-        self, text: Texts, values: Values, lora: str, stop: asyncio.Event
+        self, service: Service, text: Texts, values: Values, lora: str, stop: asyncio.Event
     ) -> AsyncGenerator[Update, None]:
         conversation = values[self.conversation]
         messages = conversation.messages(values[self.settings.system] or "")
@@ -255,9 +257,9 @@ class ChatTab:
         yield self._drawn(text, conversation) | buttons | self._hint("")
 
         async def start() -> Sequence[Answer]:
-            return await self._page.service.start_chat(messages, self.settings.sampling(values), lora=lora)
+            return await service.start_chat(messages, self.settings.sampling(values), lora=lora)
 
-        progress = run_reply(self._page.service, reply, start, stop=stop)
+        progress = run_reply(service, reply, start, stop=stop, samples=self._page.samples)
         async with aclosing(progress) as changes:
             async for has_changed in changes:
                 yield self._drawn(text, conversation) if has_changed else {self.hint: gr.skip()}
@@ -280,14 +282,16 @@ class ChatTab:
 
     async def choose(self, lora: str, request: gr.Request) -> str:
         """An adapter chosen: its card is shown, and it is brought into memory before it is asked for."""
-        self._page.service.prefetch_adapter(lora)
-        return await self._card(self._page.words(request), lora)
+        text, service = self._page.words(request), self._page.service_for(request)
+        if lora not in (AUTO, NONE):
+            await service.prefetch_adapter(lora)
+        return await self._card(text, lora, request)
 
-    async def _card(self, text: Texts, lora: str) -> str:
+    async def _card(self, text: Texts, lora: str, request: gr.Request) -> str:
         if lora in (AUTO, NONE):
             return rule_html(text, lora, self._page.service.engine.default_mm_loras)
         try:
-            return adapter_card_html(text, await self._page.service.get_adapter(lora))
+            return adapter_card_html(text, await self._page.service_for(request).get_adapter(lora))
         except AppError:
             return ""
 
@@ -336,7 +340,7 @@ class ChatTab:
 
     async def refresh_choices(self, chosen: str, request: gr.Request) -> Update:
         """The menu as the adapters are now; a choice that is gone falls back to Auto and says so."""
-        adapters = await self._page.service.list_adapters()
+        adapters = await self._page.service_for(request).list_adapters()
         text = self._page.words(request)
         choices = adapter_choices(text, adapters)
         if any(value == chosen for _, value in choices):

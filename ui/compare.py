@@ -14,6 +14,7 @@ from typing import Any
 
 import gradio as gr
 
+from api.service import Service
 from engine.answer import Answer
 from engine.routing import NONE
 from ui.answer import run_reply
@@ -38,7 +39,7 @@ class CompareTab:
     def build(self) -> None:
         """Create the components inside the current tab, then connect them."""
         label, hears = self._page.label, self._page.takes_audio
-        names = sorted(self._page.service.engine.adapters.names())
+        names = sorted(info.name for info in self._page.shared_adapters)
         self.comparison = gr.State(Comparison())
         with gr.Row(elem_id="compare-row", equal_height=False):
             with gr.Column(scale=7, min_width=320):
@@ -86,9 +87,9 @@ class CompareTab:
         results: Any = self.results
         results.vote(self.vote, self.comparison, self.results, **DIRECT)
 
-    def refresh(self, chosen: list[str] | None, comparison: Comparison, request: gr.Request) -> Update:
+    async def refresh(self, chosen: list[str] | None, comparison: Comparison, request: gr.Request) -> Update:
         """The adapters as they are now; those that are gone are no longer chosen."""
-        names = sorted(self._page.service.engine.adapters.names())
+        names = await self._page.adapter_names(request)
         kept = [name for name in chosen or [] if name in names]
         drawn = comparison_html(self._page.words(request), comparison)
         return {self.adapters: gr.update(choices=names, value=kept), self.results: drawn}
@@ -118,7 +119,8 @@ class CompareTab:
                 self.run: gr.update(visible=False),
                 self.stop: gr.update(visible=True),
             }
-            runs = [self._answer(column, comparison, values, stop) for column in comparison.columns]
+            service = self._page.service_for(request)
+            runs = [self._answer(service, column, comparison, values, stop) for column in comparison.columns]
             # Each answer ends by itself at Stop and says so; the list of changes needs no flag of its own.
             async with aclosing(batches(merged(runs), asyncio.Event())) as lists:
                 async for changes in lists:
@@ -128,13 +130,13 @@ class CompareTab:
             self._stops.end(session_of(request))
 
     def _answer(
-        self, column: Column, comparison: Comparison, values: Values, stop: asyncio.Event
+        self, service: Service, column: Column, comparison: Comparison, values: Values, stop: asyncio.Event
     ) -> AsyncGenerator[bool, None]:
         async def start() -> Sequence[Answer]:
             sampling = self.settings.sampling(values)
-            return await self._page.service.start_chat(comparison.messages(), sampling, lora=column.lora)
+            return await service.start_chat(comparison.messages(), sampling, lora=column.lora)
 
-        return run_reply(self._page.service, column.reply, start, stop=stop)
+        return run_reply(service, column.reply, start, stop=stop, samples=self._page.samples)
 
     def settle(self, comparison: Comparison, request: gr.Request) -> Update:
         """However it ended: the button comes back, and an answer that a fault cut off says so."""

@@ -129,13 +129,14 @@ def export_html(text: Texts, conversation: Conversation) -> str:
     if not any(turn.reply is not None for turn in conversation.turns):
         return ""
     record = json.dumps(to_record(conversation), ensure_ascii=False, indent=2)
-    return "".join(
+    links = "".join(
         download_link(text(f"history.{kind}"), f"conversation.{kind}", media_type, content)
         for kind, media_type, content in (
             ("md", "text/markdown", to_markdown(text, conversation)),
             ("json", "application/json", record),
         )
     )
+    return f"<div class='ending'>{links}</div>"
 
 
 def to_markdown(text: Texts, conversation: Conversation) -> str:

@@ -13,10 +13,12 @@ from gradio.i18n import I18nData
 
 from api.auth import Role
 from engine.errors import AppError
+from ui.samples import Samples
 from ui.streaming import Stops
 from ui.text import LANGUAGES, Texts, language_of, texts
 
 if TYPE_CHECKING:
+    from adapters.records import AdapterInfo
     from api.service import Service
 
 # Listeners that answer at once: outside Gradio's queue, no spinner, not part of a public API.
@@ -31,6 +33,9 @@ class Page:
     text: Texts
     all_stops: list[Stops] = field(default_factory=list)
     label_keys: set[str] = field(default_factory=set)
+    # What can be read beside the page: key of its words -> its path, without the slash before it.
+    links: dict[str, str] = field(default_factory=dict)
+    samples: Samples = field(default_factory=Samples)
 
     def new_stops(self) -> Stops:
         """Stop flags of one tab's answers."""
@@ -63,6 +68,19 @@ class Page:
         """Whether the model hears."""
         return "audio" in self.service.engine.modalities
 
+    def service_for(self, request: gr.Request) -> Service:
+        """The service as it is for this visitor."""
+        return self.service
+
+    @property
+    def shared_adapters(self) -> list[AdapterInfo]:
+        """What every visitor may know of, for the page before anybody has asked."""
+        return self.service.engine.adapters.list()
+
+    async def adapter_names(self, request: gr.Request) -> list[str]:
+        """The adapters that this visitor can ask for, by name."""
+        return sorted(info.name for info in await self.service_for(request).list_adapters())
+
     def lock_reason(self, request: gr.Request) -> str | None:
         """Why this visitor may not change adapters; None if they may. A hidden button proves nothing: ask at each action."""
         try:
@@ -70,7 +88,9 @@ class Page:
         except AppError as error:
             return error.message
         authorization = request.headers.get("authorization")
-        return None if self.service.policy.role_of(authorization) >= Role.ADMIN else self.text("adapters.locked")
+        return (
+            None if self.service.policy.role_of(authorization) >= Role.ADMIN else self.words(request)("adapters.locked")
+        )
 
 
 def session_of(request: gr.Request) -> str:

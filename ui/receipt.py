@@ -123,9 +123,12 @@ def receipt_title(text: Texts, reply: Reply) -> str:
 
 def mark_html(name: str | None) -> str:
     """The coloured square of an adapter, the same wherever and whenever its name is shown; grey for the base model."""
-    if name is None:
-        return "<span class='mark base'></span>"
-    return f"<span class='mark hue-{zlib.crc32(name.encode()) % NUM_HUES}'></span>"
+    return f"<span class='mark {hue_of(name)}'></span>"
+
+
+def hue_of(name: str | None) -> str:
+    """The class that gives an adapter's colour; None is the base model."""
+    return "base" if name is None else f"hue-{zlib.crc32(name.encode()) % NUM_HUES}"
 
 
 def receipt_line(text: Texts, reply: Reply) -> str:

@@ -24,6 +24,7 @@ ENGLISH: Mapping[str, str] = {
     "tab.transcribe": "Transcribe",
     "tab.compare": "Compare",
     "tab.adapters": "Adapters",
+    "tab.status": "Status",
     # chat
     "chat.label": "Conversation",
     "chat.empty_title": "What shall we work on?",
@@ -223,6 +224,8 @@ ENGLISH: Mapping[str, str] = {
     "adapters.no_default": "No default",
     "adapters.versions": "Versions",
     "adapters.rollback": "Roll back",
+    "adapters.download": "Download",
+    "adapters.download_label": "Download {name} as a zip",
     "adapters.current": "current",
     "adapters.versions_title": "Versions of {name}",
     "adapters.versions_close": "Close",
@@ -258,7 +261,6 @@ ENGLISH: Mapping[str, str] = {
     "adapters.add": "Add adapters: zips, or adapter_config.json with its .safetensors",
     "adapters.report_empty": "Each file is checked first, and nothing is installed before you say so. The report appears here.",
     "adapters.locked": "Adapters cannot be changed by this login: loading and unloading need the admin key.",
-    "adapters.unknown_action": "This action is not known.",
     # reports of a dry run
     "report.passed": "Passed",
     "report.warning": "Warning",
@@ -293,9 +295,65 @@ ENGLISH: Mapping[str, str] = {
     "report.taken": "The name {name} is taken. Give it another name, or tick “Replace the adapter that has this name”.",
     "report.no_name": "Give it a name first.",
     "report.gone": "The uploaded files are gone from the server. Drop them again.",
+    # memory by tier
+    "memory.title": "Where adapters lie",
+    "memory.gpu": "In batch slots",
+    "memory.cpu": "CPU memory",
+    "memory.disk": "On disk only",
+    "memory.rows": "{used} of {total} slots",
+    "memory.cpu_count": "{count} of {limit} adapters",
+    "memory.cpu_bytes": "{count} adapters, at most {limit}",
+    "memory.disk_note": "read when they are asked for",
+    # status
+    "status.running": "Running",
+    "status.waiting": "{count} waiting",
+    "status.speed": "Speed",
+    "status.tokens_s": "tokens/s",
+    "status.kv": "KV cache",
+    "status.kv_of": "{used} of {total} blocks",
+    "status.finished": "Answers",
+    "status.tokens_total": "{count} tokens since the start",
+    "status.plot.speed": "Generated",
+    "status.plot.batch": "Requests in the batch, by adapter",
+    "status.plot.kv": "KV cache in use",
+    "status.plot.first": "First token of answers on this page",
+    "status.plot.moves": "Adapters into slots, and evictions",
+    "status.moves": "{loads} loads, {out} evictions",
+    "status.loads": "Loads",
+    "status.evictions": "Evictions",
+    "status.others": "Others",
+    "status.ago": "{minutes} min ago",
+    "status.no_samples": "Samples begin while a page is open.",
+    "status.no_answers": "Ask something in Chat to see one.",
+    "status.setup": "Set-up",
+    "status.setup.model": "Model",
+    "status.setup.device": "Device",
+    "status.setup.context": "Context",
+    "status.setup.modalities": "Media",
+    "status.setup.batch": "Batch",
+    "status.setup.kv_cache": "KV cache",
+    "status.setup.rows": "Adapters",
+    "status.setup.uptime": "Up for",
+    "status.text_only": "text only",
+    "status.batch_value": "up to {requests} requests",
+    "status.kv_value": "{blocks} blocks of {tokens} tokens",
+    "status.rows_value": "{rows} slots, rank up to {rank}",
+    "status.link.docs": "API routes",
+    "status.link.openapi": "OpenAPI",
+    "status.link.metrics": "Metrics",
+    "status.ask_for": "From a program",
+    "status.ask_for_info": "How to ask for this choice",
+    "status.curl": "curl",
+    "status.python": "Python, openai package",
+    "status.copy": "Copy",
+    "status.copied": "Copied",
+    "status.copy_label": "Copy: {kind}",
     # figures
     "unit.ms": "{value} ms",
     "unit.s": "{value} s",
+    "span.minutes": "{value} min",
+    "span.hours": "{value} h",
+    "span.days": "{value} d",
     "age.never": "never",
     "age.now": "just now",
     "age.minutes": "{value} min ago",
@@ -336,6 +394,13 @@ class Texts:
         if seconds >= 1:
             return self("unit.s", value=f"{seconds:.1f}")
         return self("unit.ms", value=f"{seconds * 1000:.1f}" if 0 < seconds < 0.01 else f"{seconds * 1000:.0f}")
+
+    def span(self, seconds: float) -> str:
+        """A long time: `5 min`, `3 h` or `2 d`."""
+        for limit, unit, key in ((7200, 60, "minutes"), (172800, 3600, "hours")):
+            if seconds < limit:
+                return self(f"span.{key}", value=int(seconds // unit))
+        return self("span.days", value=int(seconds // 86400))
 
     def age(self, then: float | None) -> str:
         """How long ago a Unix time was."""

@@ -104,7 +104,8 @@ def make_theme() -> gr.themes.Base:
 def page_head(text: Texts) -> str:
     """What goes into the page's head: the styles, and the script with its words."""
     words = {
-        key: text(key) for key in ("chat.composer", "mic.insecure", "mic.missing", "mic.denied", "adapters.cancel")
+        key: text(key)
+        for key in ("chat.composer", "mic.insecure", "mic.missing", "mic.denied", "adapters.cancel", "status.copied")
     }
     script_words = json.dumps(words).replace("<", "\\u003c")
     return (

@@ -14,6 +14,7 @@ from typing import Any
 
 import gradio as gr
 
+from api.service import Service
 from engine.request import AudioPart
 from engine.routing import AUTO, NONE
 from ui.answer import run_transcript
@@ -39,6 +40,7 @@ class TranscribeTab:
     def build(self) -> None:
         """Create the components inside the current tab, then connect them."""
         label = self._page.label
+        choices = self._choices(self._page.text, [info.name for info in self._page.shared_adapters])
         self.transcription = gr.State(Transcription())
         with gr.Row(elem_id="transcribe-row", equal_height=False):
             with gr.Column(scale=7, min_width=320):
@@ -52,7 +54,7 @@ class TranscribeTab:
                 )  # fmt: skip
             with gr.Column(scale=4, min_width=300):
                 self.adapter = gr.Dropdown(
-                    self._choices(self._page.text), value=AUTO, label=label("chat.adapter"), filterable=False,
+                    choices, value=AUTO, label=label("chat.adapter"), filterable=False,
                     info=label("transcribe.adapter_info"), elem_id="transcribe-adapter",
                 )  # fmt: skip
                 self.with_base = gr.Checkbox(True, label=label("transcribe.with_base"), elem_id="transcribe-base")
@@ -87,14 +89,13 @@ class TranscribeTab:
         measured = [self.reference, self.transcription]
         self.reference.change(self.measure, measured, self.results, trigger_mode="always_last", **DIRECT)
 
-    def _choices(self, text: Texts) -> list[tuple[str, str]]:
-        names = sorted(self._page.service.engine.adapters.names())
+    def _choices(self, text: Texts, names: Sequence[str]) -> list[tuple[str, str]]:
         return [(text("transcribe.auto"), AUTO), *((name, name) for name in names)]
 
-    def refresh(self, chosen: str, transcription: Transcription, request: gr.Request) -> Update:
+    async def refresh(self, chosen: str, transcription: Transcription, request: gr.Request) -> Update:
         """The adapters as they are now; one that is gone is no longer chosen."""
         words = self._page.words(request)
-        choices = self._choices(words)
+        choices = self._choices(words, await self._page.adapter_names(request))
         value = chosen if any(chosen == value for _, value in choices) else AUTO
         return {
             self.adapter: gr.update(choices=choices, value=value),
@@ -121,7 +122,8 @@ class TranscribeTab:
                 self.run: gr.update(visible=False),
                 self.stop: gr.update(visible=True),
             }
-            runs = [self._answer(column, Path(clip), stop) for column in transcription.columns]
+            service = self._page.service_for(request)
+            runs = [self._answer(service, column, Path(clip), stop) for column in transcription.columns]
             async with aclosing(batches(merged(runs), asyncio.Event())) as lists:
                 async for changes in lists:
                     has_changed = any(changed for _, changed in changes)
@@ -129,9 +131,11 @@ class TranscribeTab:
         finally:
             self._stops.end(session_of(request))
 
-    def _answer(self, transcript: Transcript, clip: Path, stop: asyncio.Event) -> AsyncGenerator[bool, None]:
-        events = self._page.service.transcribe(AudioPart(clip, param=clip.name), lora=transcript.lora)
-        return run_transcript(events, transcript, stop=stop)
+    def _answer(
+        self, service: Service, transcript: Transcript, clip: Path, stop: asyncio.Event
+    ) -> AsyncGenerator[bool, None]:
+        events = service.transcribe(AudioPart(clip, param=clip.name), lora=transcript.lora)
+        return run_transcript(events, transcript, stop=stop, samples=self._page.samples)
 
     def settle(self, transcription: Transcription, request: gr.Request) -> Update:
         """However it ended: the button comes back, and a transcript that a fault cut off says so."""

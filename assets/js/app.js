@@ -133,6 +133,24 @@
     audio.onended = stopPlaying;
   }
 
+  // Examples of programs name the address that this page was reached by.
+  function fillAddresses() {
+    for (const place of document.querySelectorAll("[data-address]:empty")) {
+      place.textContent = new URL(".", location.href).href.replace(/[?#].*$/, "");
+    }
+  }
+  async function copyCode(button) {
+    const code = button.parentElement.querySelector("code");
+    const label = button.textContent;
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      button.textContent = words["status.copied"];
+      setTimeout(() => { button.textContent = label; }, 1500);
+    } catch { // Without https there is no clipboard: the text is marked, ready for the keyboard.
+      getSelection().selectAllChildren(code);
+    }
+  }
+
   function confirmAction(title, body, yes) {
     const dialog = document.createElement("dialog");
     dialog.className = "confirm";
@@ -163,6 +181,8 @@
     if (event.target.closest('#composer [data-testid="microphone-button"]')) hintAtMicrophone();
     const time = event.target.closest("[data-play-from]");
     if (time) playSegment(time);
+    const copy = event.target.closest("button[data-copy]");
+    if (copy) copyCode(copy);
   }, true);
 
   addEventListener("dragenter", dragOver, true);
@@ -175,6 +195,7 @@
     if (log) follow(log);
     nameControls();
     showTyped();
+    fillAddresses();
   };
   whenReady(() => {
     keepTheme();

@@ -306,3 +306,13 @@ def test_updating_can_be_switched_off(serve_with: Serve, adapter_folder: Path) -
         assert error(http.post("/v1/adapters", data={"name": "x"}, files=files))[0] == 403
         assert http.post("/v1/adapters", data={"dry_run": "1"}, files=files).json()["is_ok"] is True
         assert "style" in names(http)
+
+
+def test_an_adapter_goes_out_as_a_zip_that_comes_in_again(http: httpx.Client, adapter_folder: Path) -> None:
+    assert http.get("/v1/adapters/nobody/download").status_code == 404
+    uploaded = http.post("/v1/adapters", data={"name": "out"}, files={"files": ("a.zip", zipped(adapter_folder))})
+    assert uploaded.is_success
+    answer = http.get("/v1/adapters/out/download")
+    assert answer.headers["content-disposition"].endswith('filename="out.zip"')
+    again = http.post("/v1/adapters", data={"name": "again"}, files={"files": ("b.zip", answer.content)})
+    assert again.json()["adapter"]["generation"] == uploaded.json()["adapter"]["generation"]

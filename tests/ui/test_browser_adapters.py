@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,6 +73,25 @@ def test_the_table_says_what_each_adapter_is(tab: AdaptersPage, live: Live) -> N
     expect(row).to_contain_text("q_proj, v_proj")
     expect(row).to_contain_text(str(info.rank))
     expect(tab.page.locator("#adapters-figures")).to_contain_text("Adapters3")
+
+
+def test_memory_is_shown_by_tier_and_an_adapter_goes_out_as_a_zip(tab: AdaptersPage, live: Live) -> None:
+    page, name = tab.page, "sql"
+    in_memory = [info for info in live.engine.adapters.list() if info.state in ("cpu", "gpu")]
+    bar = page.locator("#adapters-memory [data-tier=cpu] .bar")
+    expect(bar.locator("i")).to_have_count(len(in_memory))
+    expect(bar).to_have_attribute("aria-label", re.compile(", ".join(sorted(i.name for i in in_memory)[:1])))
+    with page.expect_download() as waiting:
+        page.get_by_role("link", name=f"Download {name} as a zip").click()
+    assert waiting.value.suggested_filename == "sql.zip"
+    with zipfile.ZipFile(waiting.value.path()) as archive:
+        for path in ("adapter_config.json", "adapter_model.safetensors"):
+            assert archive.read(path) == (SQL / path).read_bytes()
+    page.set_viewport_size({"width": 390, "height": 844})
+    for label in ("Unload sql", "Download sql as a zip"):
+        tab.row(name).get_by_label(label).scroll_into_view_if_needed()
+        expect(tab.row(name).get_by_label(label)).to_be_in_viewport(ratio=1)
+    page.set_viewport_size({"width": 1280, "height": 860})
 
 
 def test_a_dropped_zip_is_checked_named_installed_used_and_deleted(tab: AdaptersPage, live: Live) -> None:
