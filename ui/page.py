@@ -61,7 +61,8 @@ class Page:
     def translations(self) -> gr.I18n:
         """The labels' words, for the browser."""
         tables = {language: {key: table[key] for key in self.label_keys} for language, table in LANGUAGES.items()}
-        return gr.I18n(**tables)
+        # Browsers of other regions fall back to the bare language.
+        return gr.I18n(**({language.split("-")[0]: table for language, table in tables.items()} | tables))
 
     @property
     def takes_audio(self) -> bool:

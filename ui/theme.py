@@ -13,7 +13,7 @@ from pathlib import Path
 import gradio as gr
 
 from engine.config import EMBEDDED_ASSETS
-from ui.text import Texts
+from ui.text import LANGUAGES, Texts
 
 LOGO = EMBEDDED_ASSETS / "logo.svg"
 STYLE_SHEET = EMBEDDED_ASSETS / "css" / "app.css"
@@ -103,10 +103,8 @@ def make_theme() -> gr.themes.Base:
 
 def page_head(text: Texts) -> str:
     """What goes into the page's head: the styles, and the script with its words."""
-    words = {
-        key: text(key)
-        for key in ("chat.composer", "mic.insecure", "mic.missing", "mic.denied", "adapters.cancel", "status.copied")
-    }
+    keys = ("chat.composer", "mic.insecure", "mic.missing", "mic.denied", "adapters.cancel", "status.copied")
+    words = {language: {key: table[key] for key in keys} for language, table in LANGUAGES.items()}
     script_words = json.dumps(words).replace("<", "\\u003c")
     return (
         f"<meta name='description' content='{escape(text('app.subtitle'))}'>"

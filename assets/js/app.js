@@ -1,7 +1,12 @@
 // What the page does by itself: the theme button, following a growing answer, microphone hints, confirmations.
 // Words come from window.switchboardWords, which the server fills in.
 (() => {
-  const words = window.switchboardWords || {};
+  // The browser's first language that there are words for; all its regions share them.
+  const tables = window.switchboardWords;
+  const primary = (tag) => tag.toLowerCase().split("-")[0];
+  const wanted = (navigator.languages || [navigator.language]).map(primary);
+  const known = wanted.find((tag) => Object.keys(tables).some((table) => primary(table) === tag));
+  const words = tables[Object.keys(tables).find((table) => primary(table) === known) || "en"];
   const NEAR_BOTTOM_PX = 60;
   const whenReady = (run) => (document.body ? run() : addEventListener("DOMContentLoaded", run));
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ui
-from ui.text import ENGLISH, LANGUAGES, Texts
+from ui.text import ENGLISH, LANGUAGES, Texts, language_of
 
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in Path(ui.__path__[0]).glob("*.py")}
 KEY = re.compile(r"[\"']([a-z]+(?:\.[a-z_-]+)+)[\"']")
@@ -18,7 +18,7 @@ GROUPS = {key.split(".")[0] for key in ENGLISH}
 
 def asked_for() -> set[str]:
     """Keys that stand whole in the source."""
-    found = {key for name, source in SOURCES.items() if name != "text.py" for key in KEY.findall(source)}
+    found = {key for name, source in SOURCES.items() if not name.startswith("text") for key in KEY.findall(source)}
     return {key for key in found if key.split(".")[0] in GROUPS and not key.endswith((".py", ".css", ".js"))}
 
 
@@ -74,3 +74,14 @@ def test_sizes_are_short(num_bytes: int, shown: str) -> None:
 )
 def test_durations_are_short(seconds: float, shown: str) -> None:
     assert Texts().duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("header", "language"),
+    [
+        ("", "en"), ("zh-CN,zh;q=0.9,en;q=0.8", "zh-CN"), ("zh-TW", "zh-CN"), ("fr, zh;q=0.5, en;q=0.6", "en"),
+        ("en-GB,zh", "en"), ("de", "en"), ("zh;q=nonsense, *", "en"),
+    ],
+)  # fmt: skip
+def test_the_browsers_languages_decide(header: str, language: str) -> None:
+    assert language_of(header) == language
