@@ -6,7 +6,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run test check format bench clean
+.PHONY: help setup setup-dev run test check format bench screenshots clean
 
 PORT ?=
 ARGS ?=
@@ -33,6 +33,7 @@ help:
 	@echo "make check    format, lint, types, layering"
 	@echo "make format   format the code"
 	@echo "make bench    run a quick set of benchmarks, or one of them  (BENCH=decode, ARGS=)"
+	@echo "make screenshots  take the pictures of the documentation anew"
 	@echo "make clean    remove $(VENV) and caches"
 
 $(BIN)/python:
@@ -82,6 +83,10 @@ else
 bench: | $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 endif
+
+screenshots: | $(DEV_STAMP)
+	@sh tests/install_browser.sh
+	$(BIN)/python -m tests.ui.screenshots
 
 clean:
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

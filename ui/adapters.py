@@ -71,6 +71,7 @@ class AdaptersTab:
     def watch(self, selected: gr.Tab, others: Sequence[gr.Tab]) -> None:
         """Refresh when the tab is opened and while it stays open."""
         opened = selected.select(self.refresh, None, self._shown, **DIRECT)
+        opened.then(self._report, self.parcels, self.report, **DIRECT)
         opened.then(lambda: gr.Timer(active=True), None, self.timer, **DIRECT)
         for other in others:
             other.select(lambda: gr.Timer(active=False), None, self.timer, **DIRECT)

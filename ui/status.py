@@ -157,7 +157,16 @@ def _batch_plot(text: Texts, recent: Sequence[Sample], known: Collection[str], c
     ]
     top = round_up(max((float(sum(sample.batch.values())) for sample in recent), default=0.0))
     now = str(sum(recent[-1].batch.values()) if recent else 0)
-    return plot_html(text("status.plot.batch"), now, series, kind="stacked", top=top, top_label=f"{top:g}", **common)
+    return plot_html(
+        text("status.plot.batch"),
+        now,
+        series,
+        kind="stacked",
+        top=top,
+        top_label=f"{top:g}",
+        span=common["span"],
+        empty=text("status.idle"),
+    )
 
 
 def _moves_plot(text: Texts, recent: Sequence[Sample], common: dict[str, str]) -> str:

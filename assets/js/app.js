@@ -70,6 +70,8 @@
   // Names for the few controls that Gradio leaves without one.
   function nameControls() {
     document.querySelector("#composer textarea:not([aria-label])")?.setAttribute("aria-label", words["chat.composer"]);
+    // A place for files is named by the words it shows.
+    for (const drop of document.querySelectorAll("button.upload-container[aria-label]")) drop.removeAttribute("aria-label");
     for (const arrow of document.querySelectorAll("#chatbot .thought-group .arrow:not([aria-hidden])")) {
       arrow.setAttribute("aria-hidden", "true");
       arrow.setAttribute("tabindex", "-1");

@@ -37,8 +37,10 @@ def take_all(folder: Path) -> list[Path]:
                     take_chat(browser, server.url, folder / "chat.png", "light"),
                     take_chat(browser, server.url, folder / "chat-dark.png", "dark"),
                     take_empty(browser, server.url, folder / "start.png"),
+                    take_transcribe(browser, server.url, folder / "transcribe.png"),
                     take_compare(browser, server.url, folder / "compare.png"),
                     take_adapters(browser, server.url, folder / "adapters.png", Path(scratch)),
+                    take_status(browser, server.url, folder / "status.png"),
                     take_phone(browser, server.url, folder / "phone.png"),
                 ]
                 browser.close()
@@ -75,6 +77,33 @@ def take_chat(browser: Browser, url: str, path: Path, scheme: str) -> Path:
 def take_empty(browser: Browser, url: str, path: Path) -> Path:
     """The page as it opens."""
     return take(open_page(browser, url, DESKTOP).page, path)
+
+
+def take_transcribe(browser: Browser, url: str, path: Path) -> Path:
+    """The sample recording, with and without the adapter, and what was really said."""
+    page = open_page(browser, url, DESKTOP).page
+    page.get_by_role("tab", name="Transcribe").click()
+    page.locator("#transcribe-audio input[type=file]").set_input_files(str(CLIP))
+    expect(page.locator("#transcribe-audio").get_by_role("button", name="Play", exact=True)).to_be_visible()
+    page.locator("#transcribe-reference textarea").fill("The weather in Madrid is rainy today.")
+    page.locator("#transcribe-run").click()
+    expect(page.locator("#transcribe-results").get_by_role("link", name="Download SRT")).to_have_count(2)
+    return take(page, path)
+
+
+def take_status(browser: Browser, url: str, path: Path) -> Path:
+    """The plots while several adapters answer."""
+    page = open_page(browser, url, DESKTOP).page
+    page.get_by_role("tab", name="Compare").click()
+    page.locator("#compare-prompt textarea").fill("Tell me a long story about a fox")
+    for _ in range(3):
+        page.locator("#compare-run").click()
+        expect(page.locator("#compare-results .ending")).to_be_visible()
+        page.get_by_role("tab", name="Status").click()
+        page.wait_for_timeout(2 * SETTLE_MS)
+        page.get_by_role("tab", name="Compare").click()
+    page.get_by_role("tab", name="Status").click()
+    return take(page, path)
 
 
 def take_compare(browser: Browser, url: str, path: Path) -> Path:

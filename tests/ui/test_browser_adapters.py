@@ -218,12 +218,12 @@ def test_defaults_change_and_versions_go_back(tab: AdaptersPage, live: Live) -> 
     adapters.load("mine", EMBEDDED_ASSETS / "adapters" / "pirate", load_inplace=True)
     second = str(adapters.get("mine").generation)
     try:
-        tab.row("mine").get_by_role("button", name="Let mine answer audio by itself").click()
+        tab.row("mine").get_by_role("button", name="Default for audio: mine").click()
         expect(tab.row("mine")).to_contain_text("default for audio")
         expect(tab.row("mine").get_by_role("button", name="Unpin mine")).to_have_count(0)
         expect(tab.row("speech")).not_to_contain_text("default for audio")
         assert live.engine.default_mm_loras == {"audio": "mine"}
-        tab.row("mine").get_by_role("button", name="Let mine no longer answer audio by itself").click()
+        tab.row("mine").get_by_role("button", name="No default for audio: mine").click()
         expect(tab.row("mine")).not_to_contain_text("default for audio")
 
         tab.row("mine").get_by_role("button", name="Versions of mine").click()

@@ -448,7 +448,7 @@ def test_the_theme_button_is_remembered(fresh_chat: ChatPage) -> None:
     page = fresh_chat.page
     body = page.locator("body")
     expect(body).not_to_have_class(re.compile(r"\bdark\b"))
-    page.get_by_role("button", name="Switch between light and dark").click()
+    page.get_by_role("button", name="Theme: switch between light and dark").click()
     expect(body).to_have_class(re.compile(r"\bdark\b"))
     page.reload()
     expect(fresh_chat.box).to_be_visible()
