@@ -310,7 +310,7 @@ ENGLISH: Mapping[str, str] = {
     "status.plot.speed": "Generated",
     "status.plot.batch": "Requests in the batch, by adapter",
     "status.plot.kv": "KV cache in use",
-    "status.plot.first": "First token of answers on this page",
+    "status.plot.first": "First token, answers of the web app",
     "status.plot.moves": "Adapters into slots, and evictions",
     "status.moves": "{loads} loads, {out} evictions",
     "status.loads": "Loads",

@@ -305,7 +305,7 @@ CHINESE: Mapping[str, str] = {
     "status.plot.speed": "生成速度",
     "status.plot.batch": "批次中的请求，按适配器",
     "status.plot.kv": "KV 缓存使用",
-    "status.plot.first": "本页回答的首个词元",
+    "status.plot.first": "网页回答的首个词元",
     "status.plot.moves": "载入槽位与逐出",
     "status.moves": "载入 {loads} 次，逐出 {out} 次",
     "status.loads": "载入",
