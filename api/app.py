@@ -17,6 +17,7 @@ from starlette.routing import Route
 import api
 from api import adapters, chat, completions, models, schema, tokens, transcriptions
 from api.auth import Guard, LimitBody
+from api.body import service_of
 from api.errors import error_response, http_error, install_error_handlers
 from api.openapi import DescribedApi, docs_page
 from api.service import Service
@@ -73,9 +74,17 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine runs, 503 when it does not; needs no credential."""
-    is_alive = request.app.state.service.stats().is_alive
-    return JSONResponse({"status": "ok" if is_alive else "down"}, status_code=200 if is_alive else 503)
+    """200 while the engine's thread lives, even when it only ends what is under way, else 503; needs no credential."""
+    is_running = service_of(request).stats().is_running
+    return JSONResponse({"status": "ok" if is_running else "down"}, status_code=200 if is_running else 503)
+
+
+@router.get("/health/ready")
+async def ready(request: Request) -> Response:
+    """200 where a request would be taken now, 503 where the server is stopping or its queue is full; needs no credential."""
+    state = service_of(request).readiness()
+    headers = {} if state == "ready" else {"Retry-After": "1"}
+    return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503, headers=headers)
 
 
 @router.get("/version")

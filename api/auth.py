@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.errors import AuthenticationFailed, BodyTooLarge, PermissionDenied, error_response
 from api.settings import ServerSettings
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/health/ready"})
 ROLE = "switchboard.role"
 DRAIN_BYTES = 64 << 20
 DRAIN_SECONDS = 5.0

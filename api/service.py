@@ -14,13 +14,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
 
+from api.admission import Admission
 from api.auth import Policy, Role
 from api.errors import RuntimeUpdatingOff
 from api.logprobs import TokenTexts
 from api.settings import ServerSettings
 from api.turns import KeyedTurns
 from engine.config import EMBEDDED_MODEL
-from engine.errors import AppError, InvalidRequest, ModelNotFound, Overloaded
+from engine.errors import AppError, InvalidRequest, ModelNotFound
 from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPrompt, TokenPrompt
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.policy = Policy(settings)
-        self._num_starting = 0  # answers whose prompts are still being prepared; touched on the event loop alone
+        self._admission = Admission(engine, settings)
         # What only looks or points never waits behind what reads files or fetches them.
         self._pool = ThreadPoolExecutor(MANAGER_THREADS, thread_name_prefix="adapters")
         self._load_pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="adapter-changes")
@@ -118,36 +119,11 @@ class Service:
         n: int,
         request_id: str | None,
     ) -> list[Answer]:
-        self._check_queue()
         self.check_token_ids(sampling.logit_bias or (), "logit_bias")
         self.check_token_ids(sampling.stop_token_ids, "stop_token_ids")
         if isinstance(prompt, TokenPrompt):
             self.check_token_ids(prompt.token_ids, "prompt")
-        self._num_starting += n
-        try:
-            # May wait for a source of adapters: a client who leaves meanwhile leaves nothing behind.
-            await self.engine.find_adapters(model, lora)
-        except BaseException:
-            self._has_started(n)
-            raise
-        starting = asyncio.ensure_future(
-            self.engine.start(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
-        )
-        starting.add_done_callback(lambda _: self._has_started(n))
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # Its worker thread cannot be interrupted: let it end, then free what nobody waits for.
-            starting.add_done_callback(_abort_unclaimed)
-            raise
-
-    def _check_queue(self) -> None:
-        num_waiting = self.engine.stats().num_waiting + self._num_starting
-        if num_waiting >= self.settings.max_queue:
-            raise Overloaded(f"{num_waiting} requests are waiting already; try again in a moment.")
-
-    def _has_started(self, n: int) -> None:
-        self._num_starting -= n
+        return await self._admission.start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
 
     def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, float] | tuple[()], param: str) -> None:
         """Raise `InvalidRequest` where a token id is not in the model's vocabulary."""
@@ -183,6 +159,12 @@ class Service:
     def stats(self) -> EngineStats:
         """What the engine is doing."""
         return self.engine.stats()
+
+    def readiness(self) -> str:
+        """`ready`, or why a request would be refused now: `stopping` or `busy`."""
+        if not self.engine.stats().is_alive:
+            return "stopping"
+        return "busy" if self._admission.is_full else "ready"
 
     @cached_property
     def _token_texts(self) -> TokenTexts:
@@ -360,12 +342,6 @@ def _permission(name: str, created: int) -> dict[str, Any]:
         "group": None,
         "is_blocking": False,
     }
-
-
-def _abort_unclaimed(starting: asyncio.Future[list[Answer]]) -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        for answer in starting.result():
-            answer.abort()
 
 
 def now() -> int:

@@ -51,7 +51,12 @@ class ServerSettings:
     allow_runtime_lora_updating: bool | None = setting(
         None, "let clients load, unload and upload adapters", shown_default="on for a loopback host, off otherwise"
     )
-    max_queue: int = setting(512, "requests that may wait; further ones are answered 429", parse=int, metavar="N")
+    max_queued_requests: int = setting(
+        512, "requests that may wait; further ones are answered 429", parse=int, metavar="N"
+    )
+    request_timeout: float = setting(
+        600.0, "longest time for one answer, from its arrival to its end; 0 is no limit", parse=float, metavar="SECONDS"
+    )
     drain_seconds: float = setting(
         5.0, "how long answers under way may take to end after Ctrl-C", parse=float, metavar="SECONDS"
     )
@@ -87,8 +92,16 @@ class ServerSettings:
             )
         if not 0 <= self.port <= 65535:
             raise ConfigFault(f"--port is {self.port}, but must be between 0 and 65535.", param="port")
-        if self.max_queue < 1:
-            raise ConfigFault(f"--max-queue is {self.max_queue}, but must be 1 or more.", param="max_queue")
+        if self.max_queued_requests < 1:
+            raise ConfigFault(
+                f"--max-queued-requests is {self.max_queued_requests}, but must be 1 or more.",
+                param="max_queued_requests",
+            )
+        if not 0 <= self.request_timeout <= 86400:
+            raise ConfigFault(
+                f"--request-timeout is {self.request_timeout}, but must be between 0 (no limit) and 86400.",
+                param="request_timeout",
+            )
         if not 0 <= self.drain_seconds <= 3600:
             raise ConfigFault(
                 f"--drain-seconds is {self.drain_seconds}, but must be between 0 and 3600.", param="drain_seconds"

@@ -71,9 +71,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """What the engine is doing now and has done since its start."""
+    """What the engine is doing now and has done since its start.
+
+    `is_alive`: it takes requests; `is_running`: it computes, be it only to end what is under way.
+    """
 
     is_alive: bool
+    is_running: bool
     uptime_s: float
     num_running: int
     num_waiting: int
@@ -454,6 +458,7 @@ class Engine:
         scheduler, counters, blocks = self._scheduler, self._loop.counters, self._scheduler.blocks
         return EngineStats(
             is_alive=self._loop.is_alive,
+            is_running=self._loop.is_running,
             uptime_s=time.time() - self.started_at,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),

@@ -96,6 +96,11 @@ class EngineLoop:
         """Whether the thread runs and takes requests."""
         return self._thread.is_alive() and not self._is_closing and not self._has_ended
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs, be it to end what is under way."""
+        return self._thread.is_alive() and not self._has_ended
+
     def submit(self, request: EngineRequest, answer: Answer) -> None:
         """Queue a request; the answer's events follow. Thread-safe.
 
@@ -119,7 +124,7 @@ class EngineLoop:
             token_ids=list(request.prompt_token_ids),
             output_token_ids=output_token_ids,
         )
-        answer.bind_abort(lambda: self._post(lambda: self._abort(state)))
+        answer.bind_abort(lambda error: self._post(lambda: self._abort(state, error)))
         if not self._post(lambda: self._accept(state)):
             if request.handle is not None:
                 request.handle.release()
@@ -201,9 +206,10 @@ class EngineLoop:
         self._states[state.request.request_id] = state
         self._scheduler.add(state)
 
-    def _abort(self, state: RequestState) -> None:
+    def _abort(self, state: RequestState, error: AppError | None) -> None:
+        """End a request from outside: quietly where its reader has left, else with the `error` that the reader gets."""
         if self._states.get(state.request.request_id) is state:
-            self._finish(state, "abort", Delta(finish_reason="abort"))
+            self._finish(state, "abort", error or Delta(finish_reason="abort"))
 
     def _step(self) -> None:
         """Launch a step, then read the one before it. Thread border: a fault fails the requests of its step alone."""
