@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 import api
-from api import adapters, chat, completions, models, schema, tokens, transcriptions
+from api import adapters, chat, completions, metrics, models, schema, tokens, transcriptions
 from api.auth import Guard, LimitBody
 from api.body import service_of
 from api.errors import error_response, http_error, install_error_handlers
@@ -108,6 +108,7 @@ _PARTS = (
     adapters.router,
     adapters.admin,
     tokens.router,
+    metrics.router,
 )
 
 

@@ -18,7 +18,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import AuthenticationFailed, BodyTooLarge, PermissionDenied, error_response
+from api.errors import AuthenticationFailed, BodyTooLarge, PermissionDenied, refusal
 from api.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/health/ready"})
@@ -109,10 +109,10 @@ class Guard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            refusal = AuthenticationFailed(
+            wrong = AuthenticationFailed(
                 "A credential is missing or wrong; send the API key as a bearer token, or log in with HTTP basic."
             )
-            await error_response(refusal)(scope, receive, send)
+            await refusal(scope, wrong)(scope, receive, send)
 
 
 class LimitBody:
@@ -131,7 +131,7 @@ class LimitBody:
         if declared.isdecimal() and int(declared) > self._max_bytes:
             if "expect" not in headers:
                 await _discard(receive)
-            await error_response(self._refusal())(scope, receive, send)
+            await refusal(scope, self._refusal())(scope, receive, send)
             return
         num_read = 0
 

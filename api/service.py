@@ -18,6 +18,7 @@ from api.admission import Admission
 from api.auth import Policy, Role
 from api.errors import RuntimeUpdatingOff
 from api.logprobs import TokenTexts
+from api.metrics import Metrics
 from api.settings import ServerSettings
 from api.turns import KeyedTurns
 from engine.config import EMBEDDED_MODEL
@@ -50,6 +51,7 @@ class Service:
         engine: the engine that answers.
         settings: the server's settings, resolved.
         policy: roles of credentials; whoever lets people change adapters asks it first.
+        metrics: what `/metrics` shows.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
@@ -57,6 +59,7 @@ class Service:
         self.settings = settings
         self.policy = Policy(settings)
         self._admission = Admission(engine, settings)
+        self.metrics = Metrics(engine, lambda: self._admission.num_waiting)
         # What only looks or points never waits behind what reads files or fetches them.
         self._pool = ThreadPoolExecutor(MANAGER_THREADS, thread_name_prefix="adapters")
         self._load_pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="adapter-changes")
@@ -77,7 +80,7 @@ class Service:
     ) -> list[Answer]:
         """Start `n` answers to a conversation; raises `AppError`s of decoding, routing, adapters and templating."""
         prompt = ChatPrompt(messages, add_generation_prompt, continue_final_message, dict(template_kwargs or {}))
-        return await self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+        return await self._start("chat", prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
 
     async def start_completion(
         self,
@@ -90,7 +93,7 @@ class Service:
         request_id: str | None = None,
     ) -> list[Answer]:
         """Start `n` answers to a raw prompt."""
-        return await self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+        return await self._start("completions", prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
 
     async def start_transcription(
         self,
@@ -106,11 +109,12 @@ class Service:
         """Start writing down what is said in a clip; greedy, to the end of the context, where `sampling` is None."""
         chosen = sampling or SamplingParams(temperature=0.0, max_tokens=None)
         chat = self.engine.transcription_prompt(audio, language=language, prompt=prompt)
-        answers = await self._start(chat, chosen, model=model, lora=lora, n=1, request_id=request_id)
+        answers = await self._start("transcriptions", chat, chosen, model=model, lora=lora, n=1, request_id=request_id)
         return answers[0]
 
     async def _start(
         self,
+        route: str,
         prompt: Prompt,
         sampling: SamplingParams,
         *,
@@ -123,7 +127,9 @@ class Service:
         self.check_token_ids(sampling.stop_token_ids, "stop_token_ids")
         if isinstance(prompt, TokenPrompt):
             self.check_token_ids(prompt.token_ids, "prompt")
-        return await self._admission.start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+        answers = await self._admission.start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+        self.metrics.watch(route, answers)
+        return answers
 
     def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, float] | tuple[()], param: str) -> None:
         """Raise `InvalidRequest` where a token id is not in the model's vocabulary."""

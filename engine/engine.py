@@ -37,6 +37,7 @@ from engine.graphs import DecodeGraphs
 from engine.intake import Intake, Limits, RoutedPrompt, explain_missing
 from engine.loop import EngineLoop
 from engine.lora_layers import LoraBuffers, linear_weights
+from engine.metrics import StepMetrics
 from engine.model import load_model
 from engine.probe import PROBE_TIMEOUT_S, Prober, probe_prompts
 from engine.request import AudioPart, ChatPrompt, Delta, Message, Prompt, SamplingParams, TextPart
@@ -85,6 +86,7 @@ class EngineStats:
     kv_blocks_total: int
     kv_blocks_cached: int
     num_steps: int
+    steps: StepMetrics
     prompt_tokens: int
     generated_tokens: int
     prefix_query_tokens: int
@@ -92,6 +94,7 @@ class EngineStats:
     num_preemptions: int
     encoder_hits: int
     encoder_misses: int
+    encoder_bytes: int
     num_finished: dict[str, int]
     batch_by_adapter: dict[str, int]
     lora_rows_used: int
@@ -473,6 +476,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             encoder_hits=self._encoder_cache.num_hits,
             encoder_misses=self._encoder_cache.num_misses,
+            encoder_bytes=self._encoder_cache.num_bytes,
+            steps=counters.steps,
             num_finished=dict(counters.num_finished),
             batch_by_adapter=dict(counters.batch_by_adapter) if scheduler.has_work else {},
             lora_rows_used=len(self._slots.resident()) if self._slots else 0,

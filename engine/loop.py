@@ -17,6 +17,7 @@ from engine.answer import Answer
 from engine.detokenizer import DecodingTable, Detokenizer, FastTokenizer, StopMatcher
 from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
 from engine.kv_cache import KVCache
+from engine.metrics import StepMetrics
 from engine.request import Delta, FinishReason, TokenLogprob
 from engine.runner import LaunchedStep, Runner
 from engine.sampler import INVALID_TOKEN, SamplerRow, make_generator
@@ -36,6 +37,7 @@ class LoopCounters:
     num_finished: Counter[str] = dataclasses.field(default_factory=Counter)
     batch_by_adapter: dict[str, int] = dataclasses.field(default_factory=dict)
     """Requests of the latest step by adapter name; the base model is `base`."""
+    steps: StepMetrics = dataclasses.field(default_factory=StepMetrics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +314,7 @@ class EngineLoop:
     def _count(self, plan: Plan) -> None:
         counters = self.counters
         counters.num_steps += 1
+        counters.steps.observe(plan)
         for item in plan.items:
             counters.prompt_tokens += max(0, min(item.end, item.state.prompt_len) - item.start)
         counters.batch_by_adapter = dict(Counter(item.state.request.receipt.name or "base" for item in plan.items))
