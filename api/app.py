@@ -6,19 +6,21 @@ envelope for wrong methods and unknown paths under `/v1`. Called by `app.py` and
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 import api
-from api import adapters, chat, completions, metrics, models, schema, tokens, transcriptions
+from api import adapters, chat, completions, models, schema, tokens, transcriptions
 from api.auth import Guard, LimitBody
 from api.body import service_of
-from api.errors import error_response, http_error, install_error_handlers
+from api.errors import PermissionDenied, error_response, http_error, install_error_handlers
 from api.openapi import DescribedApi, docs_page
 from api.service import Service
 from api.settings import ServerSettings
@@ -69,6 +71,15 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _on_client_left)
     app.add_middleware(LimitBody, max_bytes=engine.config.max_upload_mb << 20)
     app.add_middleware(Guard, policy=service.policy, root_path=settings.root_path)
+    if settings.allowed_origins:
+        # Outside the guard: a browser asks for leave without a credential.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+            expose_headers=["X-Request-Id", "X-LoRA-Name", "X-LoRA-Reason"],
+        )
     return app
 
 
@@ -85,6 +96,15 @@ async def ready(request: Request) -> Response:
     state = service_of(request).readiness()
     headers = {} if state == "ready" else {"Retry-After": "1"}
     return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503, headers=headers)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Counts, latencies and residency in Prometheus' text form."""
+    service = service_of(request)
+    if not service.caller.sees_all:
+        raise PermissionDenied("Metrics tell of every adapter; this key is for some of them.")
+    return Response(await asyncio.to_thread(service.metrics.render), media_type=service.metrics.content_type)
 
 
 @router.get("/version")
@@ -108,7 +128,6 @@ _PARTS = (
     adapters.router,
     adapters.admin,
     tokens.router,
-    metrics.router,
 )
 
 

@@ -7,16 +7,12 @@ for. One `Metrics` and one registry for each application; `prometheus_client` is
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
-
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
 
 from engine.metrics import Histogram
 
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
     from engine.engine import Engine, EngineStats
     from engine.errors import AppError
 
-router = APIRouter()
-
 MAX_NAMES = 256
 BASE = "none"
 OTHER = "other"
@@ -37,13 +31,6 @@ PREFIX = "switchboard_"
 WAIT_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 ANSWER_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-
-
-@router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    """Counts, latencies and residency in Prometheus' text form."""
-    measured: Metrics = request.app.state.service.metrics
-    return Response(await asyncio.to_thread(measured.render), media_type=measured.content_type)
 
 
 @dataclass
@@ -126,7 +113,7 @@ class Metrics:
 
         registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=registry)
-        registry.register(self)  # type: ignore[arg-type]  # it asks for `collect` alone
+        registry.register(self)
         return registry
 
     @property
@@ -171,13 +158,13 @@ def _request_metrics(series: Mapping[tuple[str, str], _Series], refusals: Mappin
         {(*key, kind): count for key, each in series.items() for kind, count in each.tokens.items()},
         (*labels, "kind"),
     )
-    for name, text, get in (
-        ("queue_seconds", "From submission to the first step.", lambda each: each.queue),
-        ("first_token_seconds", "From submission to the first token.", lambda each: each.first_token),
-        ("per_token_seconds", "Mean time between an answer's tokens.", lambda each: each.per_token),
-        ("answer_seconds", "From submission to the end.", lambda each: each.whole),
+    for name, text, histograms in (
+        ("queue", "From submission to the first step.", {key: each.queue for key, each in series.items()}),
+        ("first_token", "From submission to the first token.", {key: each.first_token for key, each in series.items()}),
+        ("per_token", "Mean time between an answer's tokens.", {key: each.per_token for key, each in series.items()}),
+        ("answer", "From submission to the end.", {key: each.whole for key, each in series.items()}),
     ):
-        yield _histogram(name, text, {key: get(each) for key, each in series.items()}, labels)
+        yield _histogram(f"{name}_seconds", text, histograms, labels)
     yield _counter(
         "refusals",
         "Requests answered with an error, by its code.",
@@ -223,7 +210,7 @@ def _adapter_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("adapter_refusals", "Adapters refused, by reason.", _by(adapters.refusals), ("reason",))
 
 
-_Values = Mapping[tuple[str, ...], float]
+_Values = Mapping[Any, float]  # label values in order -> number
 
 
 def _by(counts: Mapping[str, float]) -> _Values:
@@ -249,10 +236,11 @@ def _filled(family: Any, values: _Values) -> Metric:
     return made
 
 
-def _histogram(name: str, text: str, values: Mapping[tuple[str, ...], Histogram], labels: Sequence[str] = ()) -> Metric:
+def _histogram(name: str, text: str, values: Mapping[Any, Histogram], labels: Sequence[str] = ()) -> Metric:
     from prometheus_client.core import HistogramMetricFamily
 
-    family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+    family: Any = HistogramMetricFamily(PREFIX + name, text, labels=labels)
     for key, histogram in values.items():
         family.add_metric(key, histogram.cumulative(), histogram.total)
-    return family
+    made: Metric = family
+    return made

@@ -93,6 +93,17 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
+def modalities_of(prompt: Prompt) -> set[Modality]:
+    """The media that a prompt holds, as its parts say; nothing is decoded."""
+    if isinstance(prompt, TextPrompt):
+        return {"audio"} if prompt.audio else set()
+    if isinstance(prompt, TokenPrompt):
+        return set()
+    parts = [part for message in prompt.messages if not isinstance(message.content, str) for part in message.content]
+    kinds: dict[type, Modality] = {AudioPart: "audio", ImagePart: "image"}
+    return {kinds[type(part)] for part in parts if type(part) in kinds}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen and when to stop. Names and defaults are those of the OpenAI API and vLLM.

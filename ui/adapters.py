@@ -13,6 +13,7 @@ from typing import Any
 
 import gradio as gr
 
+from api.service import Service
 from engine.errors import AppError
 from ui.adapter_table import TABLE_SCRIPT, figures_html, table_html, versions_html
 from ui.page import DIRECT, Page
@@ -90,7 +91,7 @@ class AdaptersTab:
     async def refresh(self, request: gr.Request) -> Update:
         """The tab as things stand."""
         reason = self._page.lock_reason(request)
-        adapters = await self._page.service.list_adapters()
+        adapters = await self._page.service_for(request).list_adapters()
         notice = f"<p class='notice' role='note'>{escape(reason or '')}</p>"
         num_slots = self._page.service.engine.config.max_loras
         return {
@@ -112,7 +113,7 @@ class AdaptersTab:
             return {self.versions: await self._versions(name, request)}
         try:
             self._require_leave(request)
-            await self._change(action, name, value)
+            await self._change(self._page.service_for(request), action, name, value)
         except AppError as error:
             raise gr.Error(escape(error.message), print_exception=False) from None
         words = {"name": name, "modality": value, "version": short_digest(value)}
@@ -123,9 +124,8 @@ class AdaptersTab:
         # Only where a name has become free does the report change.
         return shown | {self.report: self._report(parcels)} if action in ("unload", "delete") else shown
 
-    async def _change(self, action: str, name: str, value: str) -> None:
+    async def _change(self, service: Service, action: str, name: str, value: str) -> None:
         """Do what a button says; raises `AppError`."""
-        service = self._page.service
         if action in ("pin", "unpin"):
             await service.pin_adapter(name, action == "pin")
         elif action in ("default", "no_default"):
@@ -144,7 +144,7 @@ class AdaptersTab:
     async def _versions(self, name: str, request: gr.Request) -> str:
         """The list of a name's versions; empty where the name is, or is gone."""
         try:
-            versions = await self._page.service.adapter_versions(name) if name else []
+            versions = await self._page.service_for(request).adapter_versions(name) if name else []
         except AppError as error:
             raise gr.Error(escape(error.message), print_exception=False) from None
         return versions_html(self._text, name, versions, is_locked=self._page.lock_reason(request) is not None)
@@ -181,7 +181,9 @@ class AdaptersTab:
             return None
         try:
             self._require_leave(request)
-            info = await self._page.service.install_upload(parcel.name, parcel.files, load_inplace=parcel.replaces)
+            info = await self._page.service_for(request).install_upload(
+                parcel.name, parcel.files, load_inplace=parcel.replaces
+            )
         except AppError as error:
             return error.message[:1].upper() + error.message[1:]
         parcel.is_installed = True

@@ -19,6 +19,7 @@ import gradio as gr
 from gradio.components.chatbot import ExampleMessage
 
 from adapters.manager import AdapterInfo
+from api.service import Service
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams
 from engine.routing import AUTO, NONE
@@ -51,9 +52,10 @@ class ChatTab:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._text = page.text
-        adapters = page.service.engine.adapters
-        self._examples = find_examples(page.text, takes_audio=page.takes_audio, adapters=adapters.names())
-        self._choices = adapter_choices(page.text, adapters.list())
+        adapters = page.shared_adapters
+        names = [adapter.name for adapter in adapters]
+        self._examples = find_examples(page.text, takes_audio=page.takes_audio, adapters=names)
+        self._choices = adapter_choices(page.text, adapters)
 
     def build(self) -> None:
         """Create the components inside the current tab, then connect them."""
@@ -219,7 +221,7 @@ class ChatTab:
                 if not opening.is_ready:
                     return
                 lora = opening.lora or values[self.adapter]
-                async with aclosing(self._answer(values, lora, stop)) as updates:
+                async with aclosing(self._answer(self._page.service_for(request), values, lora, stop)) as updates:
                     async for update in updates:
                         yield update
             finally:
@@ -227,7 +229,9 @@ class ChatTab:
 
         return stream
 
-    async def _answer(self, values: Values, lora: str, stop: asyncio.Event) -> AsyncGenerator[Update, None]:
+    async def _answer(
+        self, service: Service, values: Values, lora: str, stop: asyncio.Event
+    ) -> AsyncGenerator[Update, None]:
         conversation = values[self.conversation]
         messages = conversation.messages(values[self.system] or "")
         reply = conversation.open_reply()
@@ -237,7 +241,7 @@ class ChatTab:
         def sampling() -> SamplingParams:
             return make_sampling(*(values[component] for component in self._sampling))
 
-        progress = run_reply(self._page.service, reply, messages, sampling, lora=lora, stop=stop)
+        progress = run_reply(service, reply, messages, sampling, lora=lora, stop=stop)
         async with aclosing(progress) as changes:
             async for has_changed in changes:
                 yield self._drawn(conversation) if has_changed else {self.hint: gr.skip()}
@@ -270,9 +274,9 @@ class ChatTab:
         conversation.turns.clear()
         return self._drawn(conversation) | self._hint("") | {self.adapter: gr.update(value=AUTO)}
 
-    async def refresh_choices(self, chosen: str) -> Update:
+    async def refresh_choices(self, chosen: str, request: gr.Request) -> Update:
         """The menu as the adapters are now; a choice that is gone falls back to Auto and says so."""
-        adapters = await self._page.service.list_adapters()
+        adapters = await self._page.service_for(request).list_adapters()
         choices = adapter_choices(self._text, adapters)
         if any(value == chosen for _, value in choices):
             return {self.adapter: gr.update(choices=choices)}

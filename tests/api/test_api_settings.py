@@ -17,7 +17,7 @@ def test_loopback_hosts_may_update_adapters_by_default(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.4", "example.org"])
 def test_other_hosts_need_an_admin_key_to_update_adapters(host: str) -> None:
-    assert ServerSettings(host=host).resolve().allow_runtime_lora_updating is False
+    assert ServerSettings(host=host, insecure=True).resolve().allow_runtime_lora_updating is False
     with pytest.raises(ConfigFault, match="--admin-key"):
         ServerSettings(host=host, allow_runtime_lora_updating=True, api_key="k").resolve()
     settings = ServerSettings(host=host, allow_runtime_lora_updating=True, admin_key="a").resolve()
