@@ -49,7 +49,7 @@ class _InFlight:
 
     @property
     def is_read_first(self) -> bool:
-        """Whether a row's next token depends on its earlier ones on the host (penalties)."""
+        """Whether a row's next token depends on its earlier ones on the host (penalties, guides)."""
         return any(item.state.sampler_row.reads_outputs for item in self.step.sampled)
 
 
@@ -120,6 +120,7 @@ class EngineLoop:
                 generator=None if sampling.seed is None else make_generator(sampling.seed),
                 prompt_token_ids=request.prompt_token_ids,
                 output_token_ids=output_token_ids,
+                guide=request.guide,
             ),
             detokenizer=Detokenizer(decoding, skip_special_tokens=sampling.skip_special_tokens),
             stop_matcher=StopMatcher(tuple(sampling.stop), include_stop=sampling.include_stop_str_in_output),
