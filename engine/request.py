@@ -95,11 +95,13 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 def modalities_of(prompt: Prompt) -> set[Modality]:
     """The media that a prompt holds, as its parts say; nothing is decoded."""
-    if isinstance(prompt, TextPrompt):
-        return {"audio"} if prompt.audio else set()
     if isinstance(prompt, TokenPrompt):
         return set()
-    parts = [part for message in prompt.messages if not isinstance(message.content, str) for part in message.content]
+    parts: list[Part] = []
+    if isinstance(prompt, TextPrompt):
+        parts += [*prompt.audio, *prompt.images]
+    else:
+        parts += [part for each in prompt.messages if not isinstance(each.content, str) for part in each.content]
     kinds: dict[type, Modality] = {AudioPart: "audio", ImagePart: "image"}
     return {kinds[type(part)] for part in parts if type(part) in kinds}
 
