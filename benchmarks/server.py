@@ -36,9 +36,9 @@ def running_server(words: Sequence[str]) -> Iterator[Server]:
     process = subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     log: list[str] = []
+    reader = threading.Thread(target=log.extend, args=(process.stderr,), daemon=True)
     try:
         url = _wait_for_url(process.stderr, log)
-        reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
         reader.start()
         yield Server(process, url, log)
     finally:
@@ -48,6 +48,9 @@ def running_server(words: Sequence[str]) -> Iterator[Server]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if reader.ident is not None:
+            reader.join()  # to the end of the log
+        process.stderr.close()
 
 
 def _wait_for_url(lines: IO[str], log: list[str]) -> str:
