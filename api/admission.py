@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from api.settings import ServerSettings
     from engine.answer import Answer
     from engine.engine import Engine
+    from engine.intake import HeldRoute
     from engine.request import Prompt, SamplingParams
 
 
@@ -39,6 +40,11 @@ class Admission:
         """Whether the next request would be refused."""
         return self.num_waiting >= self._max_queued
 
+    def check_room(self) -> None:
+        """Raise `Overloaded` where too many wait already."""
+        if self.is_full:
+            raise Overloaded(f"{self.num_waiting} requests are waiting already; try again in a moment.")
+
     async def start(
         self,
         prompt: Prompt,
@@ -48,6 +54,7 @@ class Admission:
         lora: str | None,
         n: int,
         request_id: str | None,
+        held: HeldRoute | None = None,
     ) -> list[Answer]:
         """Start `n` answers; each ends with `RequestTimeout` where it takes too long, counted from now.
 
@@ -55,11 +62,10 @@ class Admission:
             Overloaded: too many wait already.
             RequestTimeout: the answers could not even be started in time.
         """
-        if self.is_full:
-            raise Overloaded(f"{self.num_waiting} requests are waiting already; try again in a moment.")
+        self.check_room()
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        starting = self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+        starting = self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id, held=held)
         try:
             answers = await asyncio.wait_for(starting, self._timeout_s)
         except asyncio.TimeoutError:
@@ -79,16 +85,26 @@ class Admission:
         lora: str | None,
         n: int,
         request_id: str | None,
+        held: HeldRoute | None = None,
     ) -> list[Answer]:
         self._num_starting += n
         try:
             # May wait for a source of adapters: a client who leaves meanwhile leaves nothing behind.
-            await self._engine.find_adapters(model, lora)
+            if held is None:
+                await self._engine.find_adapters(model, lora)
         except BaseException:
             self._has_started(n)
             raise
         starting = asyncio.ensure_future(
-            self._engine.start(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
+            self._engine.start(
+                prompt,
+                sampling,
+                model=model,
+                lora=lora,
+                request_id=request_id,
+                n=n,
+                held=None if held is None else held.fork(),
+            )
         )
         starting.add_done_callback(lambda _: self._has_started(n))
         try:

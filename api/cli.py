@@ -235,6 +235,8 @@ _LOWEST = {
     "kv_cache_memory_mb": 1,
     "packed_weights_mb": 0,
     "max_audio_seconds": 1,
+    "max_recording_seconds": 1,
+    "transcription_window": 1,
     "max_upload_mb": 1,
     "encoder_cache_mb": 0,
 }

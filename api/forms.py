@@ -41,6 +41,11 @@ class Form:
             raise InvalidRequest(f"{name} is a file, but must be text.", param=name)
         return values[-1]
 
+    def texts(self, name: str) -> list[str]:
+        """All values of a field that may be there several times, empty ones left out; files count as their names."""
+        values = [value if isinstance(value, str) else str(value.filename) for key, value in self._items if key == name]
+        return [value for value in values if value]
+
     def required_text(self, name: str) -> str:
         """A field that must be there and not empty."""
         value = self.text(name)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
@@ -25,6 +27,7 @@ from api.logprobs import TokenTexts
 from api.metrics import Metrics
 from api.settings import ServerSettings
 from api.tenants import Caller, Role
+from api.transcript import TranscriptEvent, transcribe_recording
 from api.turns import KeyedTurns
 from engine.errors import AppError, InvalidRequest, ModelNotFound
 from engine.request import (
@@ -46,12 +49,14 @@ if TYPE_CHECKING:
     from adapters.upload import ProbeReport, UploadReport
     from engine.answer import Answer
     from engine.engine import Engine, EngineStats
+    from engine.intake import HeldRoute
 
 T = TypeVar("T")
 Params = ParamSpec("Params")
 
 MANAGER_THREADS = 8
 LOAD_THREADS = 8
+RECORDING_THREADS = 4  # decoding an hour takes memory
 UploadFiles = Mapping[str, Path | bytes | BinaryIO]
 
 
@@ -80,6 +85,7 @@ class Service:
         self.metrics = Metrics(engine, lambda: self._admission.num_waiting)
         # What only looks or points never waits behind what reads files or fetches them.
         self._pool = ThreadPoolExecutor(MANAGER_THREADS, thread_name_prefix="adapters")
+        self._recording_pool = ThreadPoolExecutor(RECORDING_THREADS, thread_name_prefix="recordings")
         self._load_pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="adapter-changes")
         self._turns = KeyedTurns()
 
@@ -119,7 +125,7 @@ class Service:
         """Start `n` answers to a raw prompt."""
         return await self._start("completions", prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
 
-    async def start_transcription(
+    async def transcribe(
         self,
         audio: AudioPart,
         sampling: SamplingParams | None = None,
@@ -129,12 +135,50 @@ class Service:
         language: str | None = None,
         prompt: str | None = None,
         request_id: str | None = None,
-    ) -> Answer:
-        """Start writing down what is said in a clip; greedy, to the end of the context, where `sampling` is None."""
+    ) -> AsyncGenerator[TranscriptEvent, None]:
+        """Write down what is said in a recording of any length: one `TranscriptStart`, then deltas and segments in order.
+
+        What does not fit the model's window is cut at silence; the pieces share batches, and all of them are answered by
+        the version of the adapter that the name means now. Close it (`contextlib.aclosing`) to stop early.
+
+        Args:
+            audio: the recording.
+            sampling: greedy, to a bound that follows the length of a piece, where it is None; it holds for each piece.
+            model: as in `start_chat`.
+            lora: as in `start_chat`.
+            language: what is spoken, for models that take it.
+            prompt: words to expect, for models that take them.
+            request_id: for the log; pieces are `ID-0`, `ID-1` and so on.
+
+        Raises:
+            AppError: before the first event for what is wrong with the request; later for a piece that failed.
+        """
         chosen = sampling or SamplingParams(temperature=0.0, max_tokens=None)
-        chat = self.engine.transcription_prompt(audio, language=language, prompt=prompt)
-        answers = await self._start("transcriptions", chat, chosen, model=model, lora=lora, n=1, request_id=request_id)
-        return answers[0]
+        self._check(chosen)
+        self._admission.check_room()
+        self.engine.transcription_prompt(audio, language=language, prompt=prompt)
+        self._check_caller({"audio"}, model, lora)
+        base_id = request_id or uuid.uuid4().hex
+        held = await self.engine.hold({"audio"}, model=model, lora=lora)
+        try:
+            recording = await asyncio.get_running_loop().run_in_executor(
+                self._recording_pool, self.engine.recordings.read, audio
+            )
+
+            async def start_piece(index: int) -> Answer:
+                part = recording.part(recording.pieces[index], audio.param)
+                chat = self.engine.transcription_prompt(part, language=language, prompt=prompt)
+                piece_id = base_id if len(recording.pieces) == 1 else f"{base_id}-{index}"
+                [answer] = await self._start("transcriptions", chat, chosen, n=1, request_id=piece_id, held=held)
+                return answer
+
+            num_at_once = max(1, self.engine.config.max_num_seqs // 2)
+            events = transcribe_recording(recording, held.receipt, start_piece, num_at_once=num_at_once)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            held.release()
 
     async def _start(
         self,
@@ -142,24 +186,36 @@ class Service:
         prompt: Prompt,
         sampling: SamplingParams,
         *,
-        model: str | None,
-        lora: str | None,
+        model: str | None = None,
+        lora: str | None = None,
         n: int,
         request_id: str | None,
+        held: HeldRoute | None = None,
     ) -> list[Answer]:
-        self.check_token_ids(sampling.logit_bias or (), "logit_bias")
-        self.check_token_ids(sampling.stop_token_ids, "stop_token_ids")
+        self._check(sampling)
         if isinstance(prompt, TokenPrompt):
             self.check_token_ids(prompt.token_ids, "prompt")
-        self._check_visible(model, "model")
-        self._check_visible(lora, "lora")
-        self._check_defaults(prompt, model, lora)
-        self.caller.quota.admit()
-        answers = await self._admission.start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+        if held is None:  # else this is a piece of a request that was checked as a whole
+            self._check_caller(modalities_of(prompt), model, lora)
+        answers = await self._admission.start(
+            prompt, sampling, model=model, lora=lora, n=n, request_id=request_id, held=held
+        )
         self.metrics.watch(route, answers)
         for answer in answers:
             answer.on_end(self._book)
         return answers
+
+    def _check(self, sampling: SamplingParams) -> None:
+        """Raise `InvalidRequest` where sampling names tokens that do not exist."""
+        self.check_token_ids(sampling.logit_bias or (), "logit_bias")
+        self.check_token_ids(sampling.stop_token_ids, "stop_token_ids")
+
+    def _check_caller(self, modalities: Collection[str], model: str | None, lora: str | None) -> None:
+        """Raise `AppError` where the caller may not ask for this, or has asked too often; books one request."""
+        self._check_visible(model, "model")
+        self._check_visible(lora, "lora")
+        self._check_defaults(modalities, model, lora)
+        self.caller.quota.admit()
 
     def _book(self, answer: Answer) -> None:
         """Book an answer's tokens; n answers share their prompt."""
@@ -175,12 +231,11 @@ class Service:
     def _is_visible(self, name: str) -> bool:
         return name in self.engine.model_names or name in RESERVED_NAMES or self.caller.may_use(name)
 
-    def _check_defaults(self, prompt: Prompt, model: str | None, lora: str | None) -> None:
+    def _check_defaults(self, modalities: Collection[str], model: str | None, lora: str | None) -> None:
         """Raise `PermissionDenied` where an adapter would answer by itself that does not exist for this caller."""
         is_explicit = lora not in (None, AUTO) or (model is not None and model not in self.engine.model_names)
         if self.caller.sees_all or is_explicit:
             return
-        modalities = modalities_of(prompt)
         for modality, name in self.engine.default_mm_loras.items():
             if modality in modalities and not self.caller.may_use(name):
                 raise PermissionDenied(

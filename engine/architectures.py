@@ -69,6 +69,8 @@ class Architecture:
         hides_placeholders: whether the class embeds token 0 for a placeholder, even one that it has generated itself.
         whole: classes of checkpoints of which this model is a part, and the part's name in their config.
         transcription_request: what to ask beside a clip to get its transcript, from the model's card.
+        language_request: the same where `{language}` is known; empty where the card has no such wording.
+        context_request: `{request}` with the words to expect, `{prompt}`; empty where the card has no such wording.
     """
 
     class_name: str
@@ -81,6 +83,8 @@ class Architecture:
     hides_placeholders: bool = False
     whole: tuple[frozenset[str], str] = (frozenset(), "")
     transcription_request: str = ""
+    language_request: str = ""
+    context_request: str = ""
 
     @property
     def modalities(self) -> frozenset[Modality]:

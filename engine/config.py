@@ -135,6 +135,13 @@ class EngineConfig:
         shown_default='{"audio": 8, "image": 8}',
     )  # fmt: skip
     max_audio_seconds: float = setting(600.0, "longest audio clip, in seconds", parse=float, metavar="SECONDS")
+    max_recording_seconds: float = setting(
+        14_400.0, "longest recording to transcribe, in seconds; it is cut at silence", parse=float, metavar="SECONDS"
+    )
+    transcription_window: float | None = setting(
+        None, "longest piece of a recording that the model hears at once, in seconds; less where the context is short",
+        parse=float, metavar="SECONDS", shown_default="30, and 12 for the embedded model",
+    )  # fmt: skip
     max_upload_mb: int = setting(1024, "largest upload (adapter or media file), in MiB", parse=int, metavar="MB")
     encoder_cache_mb: int = setting(256, "memory for computed media features, in MiB", parse=int, metavar="MB")
     adapter_dir: str | None = setting(

@@ -17,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from adapters.generation import GenerationHandle
 from adapters.manager import AdapterInfo, AdapterManager, ManagerStats
 from adapters.slots import SlotPool
@@ -29,19 +31,20 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig, LoRAModule
 from engine.cpu_linear import pack_linears
 from engine.encoder_cache import EncoderCache
-from engine.errors import AppError, EngineClosed, InvalidRequest
+from engine.errors import AppError, EngineClosed, InvalidRequest, MediaError
 from engine.finder import AdapterFinder, make_sources
 from engine.flight import FlightTokens
 from engine.frontend import Frontend
 from engine.graphs import DecodeGraphs
-from engine.intake import Intake, Limits, RoutedPrompt, explain_missing
+from engine.intake import HeldRoute, Intake, Limits, RoutedPrompt, explain_missing
 from engine.loop import EngineLoop
 from engine.lora_layers import LoraBuffers, linear_weights
 from engine.metrics import StepMetrics
 from engine.model import load_model
 from engine.probe import PROBE_TIMEOUT_S, Prober, probe_prompts
+from engine.recording import RATE, RecordingReader
 from engine.request import AudioPart, ChatPrompt, Delta, Message, Prompt, SamplingParams, TextPart
-from engine.routing import RESERVED_NAMES
+from engine.routing import RESERVED_NAMES, Route
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
@@ -53,12 +56,14 @@ from engine.setup import (
     make_cache,
     packing_budget,
     runs_ahead,
+    transcription_window,
     user_data_dir,
     with_embedded_defaults,
 )
 from engine.slot_writers import SlotWriters, make_extra_writers
 from engine.state import EngineRequest
 from engine.tokenizer import load_processor, load_tokenizer
+from engine.transcription import transcription_request
 from engine.warmup import warm_up
 from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
 
@@ -119,6 +124,7 @@ class Engine:
         model_names: names of the base model; the first is canonical.
         adapters: the adapter manager.
         sources: where adapters come from.
+        recordings: reads recordings of any length for transcripts.
         tokenizer: the model's tokenizer.
         modalities: media that the model takes.
         max_model_len: prompt and answer, in tokens.
@@ -213,6 +219,12 @@ class Engine:
             has_grid_positions=self.base.architecture.has_grid_positions,
             short_len=None if self.base.long_rope is None else self.base.long_rope.original_len,
         )
+        self.recordings = RecordingReader(
+            window_seconds=transcription_window(config),
+            max_seconds=config.max_recording_seconds,
+            max_bytes=config.max_upload_mb * 2**20,
+            fits=self._fits_transcript,
+        )
         self._prober = Prober(
             self._loop.submit,
             lambda prompt: self._intake.build_only(prompt, self._texts.base),
@@ -245,13 +257,26 @@ class Engine:
         lora: str | None = None,
         request_id: str | None = None,
         n: int = 1,
+        held: HeldRoute | None = None,
     ) -> list[Answer]:
-        """Like `start_sync`, with the blocking part on a worker thread."""
-        self._check_open()
-        await self.find_adapters(model, lora)
-        route = functools.partial(self._intake.route, prompt, sampling, model=model, lora=lora, n=n)
-        routed = await asyncio.wrap_future(self._on_intake_thread(route))
-        handle = await self._claim(routed)
+        """Like `start_sync`, with the blocking part on a worker thread.
+
+        `held` decides instead of `model` and `lora`, and is taken over.
+        """
+        try:
+            self._check_open()
+            if held is None:
+                await self.find_adapters(model, lora)
+            route = functools.partial(self._intake.route, prompt, sampling, model=model, lora=lora, n=n)
+            routed = await asyncio.wrap_future(self._on_intake_thread(route))
+        except BaseException:
+            if held is not None:
+                held.release()
+            raise
+        if held is None:
+            handle = await self._claim(routed.route)
+        else:
+            routed, handle = dataclasses.replace(routed, route=held.route), held.handle
         try:
             job = self._on_intake_thread(functools.partial(self._begin, routed, handle, request_id))
         except AppError:
@@ -268,9 +293,23 @@ class Engine:
         except RuntimeError:  # The threads were shut down since the caller looked.
             raise EngineClosed(_CLOSED) from None
 
-    async def _claim(self, routed: RoutedPrompt) -> GenerationHandle | None:
-        """The routed adapter; waiting for it holds no thread."""
-        future = self._intake.acquire(routed)
+    async def hold(
+        self, modalities: Collection[str], *, model: str | None = None, lora: str | None = None
+    ) -> HeldRoute:
+        """Decide once who answers prompts that hold these modalities, for several `start`s; to be released.
+
+        Raises:
+            AppError: as `start_sync` does for names and adapters.
+        """
+        self._check_open()
+        await self.find_adapters(model, lora)
+        choose = functools.partial(self._intake.choose, modalities, model=model, lora=lora)
+        route = await asyncio.wrap_future(self._on_intake_thread(choose))
+        return HeldRoute(route, await self._claim(route))
+
+    async def _claim(self, route: Route) -> GenerationHandle | None:
+        """The route's adapter; waiting for it holds no thread."""
+        future = self._intake.acquire(route)
         if future is None:
             return None
         try:
@@ -279,7 +318,7 @@ class Engine:
             future.add_done_callback(_release_unclaimed)
             raise
         except AppError as error:
-            raise explain_missing(error, routed.route) from None
+            raise explain_missing(error, route) from None
 
     def start_sync(
         self,
@@ -307,7 +346,7 @@ class Engine:
         self._check_open()
         self._finder.find_sync(model, lora)
         routed = self._intake.route(prompt, sampling, model=model, lora=lora, n=n)
-        future = self._intake.acquire(routed)
+        future = self._intake.acquire(routed.route)
         try:
             handle = None if future is None else future.result()
         except AppError as error:
@@ -446,15 +485,17 @@ class Engine:
         Raises:
             InvalidRequest: the model takes no audio, or no language or prompt.
         """
-        if "audio" not in self.modalities:
-            raise InvalidRequest(f"The model {self.model_names[0]!r} takes no audio.", param="model")
-        for name, value in (("language", language), ("prompt", prompt)):
-            if value:
-                raise InvalidRequest(
-                    f"The model {self.model_names[0]!r} does not use {name}; leave it out.", param=name
-                )
-        question = TextPart(self.base.architecture.transcription_request)
-        return ChatPrompt([Message("user", [audio, question])], is_transcript=True)
+        question = transcription_request(self.base.architecture, self.model_names[0], language=language, prompt=prompt)
+        return ChatPrompt([Message("user", [audio, TextPart(question)])], is_transcript=True)
+
+    def _fits_transcript(self, seconds: float) -> bool:
+        """Whether the tower hears a clip of so many seconds, and the context holds it with as much room for its transcript."""
+        silence = np.zeros(int(seconds * RATE), dtype=np.float32)
+        try:
+            num_tokens = len(self.tokenize(self.transcription_prompt(AudioPart((silence, RATE)))))
+        except MediaError:  # The model's tower hears no clip of that length.
+            return False
+        return 2 * num_tokens <= self.max_model_len
 
     def stats(self) -> EngineStats:
         """A snapshot; numbers are those of the latest finished step."""

@@ -9,7 +9,7 @@ Called by `engine/engine`.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -59,6 +59,28 @@ class RoutedPrompt:
     n: int
 
 
+@dataclass(frozen=True)
+class HeldRoute:
+    """Who answers a set of prompts, decided once: the version of the adapter stays the same until it is released."""
+
+    route: Route
+    handle: GenerationHandle | None
+
+    @property
+    def receipt(self) -> Receipt:
+        """As the prompts' own, before any of them has run."""
+        return make_receipt(self.route, self.handle)
+
+    def fork(self) -> HeldRoute:
+        """The same, to be released on its own."""
+        return HeldRoute(self.route, None if self.handle is None else self.handle.fork())
+
+    def release(self) -> None:
+        """Give the adapter back; prompts that have started keep theirs."""
+        if self.handle is not None:
+            self.handle.release()
+
+
 class Intake:
     """Turns prompts into `EngineRequest`s.
 
@@ -103,26 +125,30 @@ class Intake:
         if n < 1:
             raise InvalidRequest(f"n is {n}, but must be 1 or more.", param="n")
         media = self._decode(media_parts(prompt))
+        route = self.choose({item.modality for item in media}, model=model, lora=lora)
+        return RoutedPrompt(prompt, sampling, media, route, n)
+
+    def choose(self, modalities: Collection[str], *, model: str | None, lora: str | None) -> Route:
+        """Who answers a prompt that holds these modalities; raises as `choose_route` does."""
         adapters = self._adapters
-        route = choose_route(
+        return choose_route(
             model=model,
             lora=lora,
-            modalities={item.modality for item in media},
+            modalities=modalities,
             base_names=self._base_names,
             defaults={} if adapters is None else adapters.defaults(),
             is_adapter=lambda name: adapters is not None and adapters.contains(name),
         )
-        return RoutedPrompt(prompt, sampling, media, route, n)
 
-    def acquire(self, routed: RoutedPrompt) -> Future[GenerationHandle] | None:
+    def acquire(self, route: Route) -> Future[GenerationHandle] | None:
         """Second step: the route's adapter, done at once where it is in memory; None for the base model. Never blocks.
 
         Whoever gets the handle must pass it on to `build` or release it.
         """
-        if routed.route.name is None:
+        if route.name is None:
             return None
         assert self._adapters is not None, "only adapters that exist are routed to"
-        return self._adapters.acquire_soon(routed.route.name)
+        return self._adapters.acquire_soon(route.name)
 
     def build(
         self, routed: RoutedPrompt, handle: GenerationHandle | None, *, request_id: str | None
@@ -136,9 +162,7 @@ class Intake:
         """
         sampling, route = routed.sampling, routed.route
         try:
-            receipt = Receipt(None, None, route.reason)
-            if handle is not None:
-                receipt = Receipt(route.name, handle.generation.digest, route.reason, load_ms=handle.load_ms)
+            receipt = make_receipt(route, handle)
             text = self._texts.of(None if handle is None else handle.generation)
             check_logit_bias(sampling, text.vocab_size)
             built = text.builder.build(routed.prompt, routed.media)
@@ -216,6 +240,13 @@ class Intake:
             # Ten placeholders stand for a second or less; nobody speaks as many tokens.
             return min(room, _TRANSCRIPT_MARGIN + sum(span.media.num_tokens for span in built.spans))
         return sampling.max_tokens or room
+
+
+def make_receipt(route: Route, handle: GenerationHandle | None) -> Receipt:
+    """What is known of an answer before it has run."""
+    if handle is None:
+        return Receipt(None, None, route.reason)
+    return Receipt(route.name, handle.generation.digest, route.reason, load_ms=handle.load_ms)
 
 
 def explain_missing(error: AppError, route: Route) -> AppError:

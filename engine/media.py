@@ -13,7 +13,7 @@ import hashlib
 import io
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +24,7 @@ import torch
 
 from engine.errors import MediaError
 from engine.request import AudioPart
+from engine.resampling import resample_blocks
 
 SUPPORTED_FORMATS = "WAV, FLAC, MP3, Ogg (Opus, Vorbis), M4A/MP4 (AAC), WebM"
 
@@ -66,21 +67,20 @@ def decode_audio(
             part's.
     """
     try:
-        samples, source_rate = _decode(part.source, max_seconds, max_bytes)
+        samples, seconds = _decode(part.source, rate, max_seconds, max_bytes)
         if samples.size == 0:
             raise MediaError("The audio is empty: it holds no samples.")
         if not np.isfinite(samples).all():
             raise MediaError("The audio holds values that are not finite numbers; export it again.")
-        seconds = samples.size / source_rate
-        samples = resample(samples, source_rate, rate)
     except MediaError as error:
         error.param = part.param
         raise
     if samples.size < min_samples:
         samples = np.pad(samples, (0, min_samples - samples.size))
     samples = np.ascontiguousarray(samples, dtype=np.float32)
-    digest = hashlib.sha256(samples.tobytes() + f"|{rate}".encode()).hexdigest()
-    return AudioClip(samples=samples, rate=rate, digest=digest, seconds=seconds)
+    digest = hashlib.sha256(samples.data)
+    digest.update(f"|{rate}".encode())
+    return AudioClip(samples=samples, rate=rate, digest=digest.hexdigest(), seconds=seconds)
 
 
 def decode_base64(text: str, *, param: str, max_bytes: int) -> bytes:
@@ -138,13 +138,12 @@ def resample(samples: np.ndarray, source_rate: int, rate: int) -> np.ndarray:
 
 
 def _decode(
-    source: bytes | Path | tuple[np.ndarray, int], max_seconds: float, max_bytes: int
-) -> tuple[np.ndarray, int]:
-    """Mono float32 [S] at its own rate, and that rate in Hz."""
+    source: bytes | Path | tuple[np.ndarray, int], rate: int, max_seconds: float, max_bytes: int
+) -> tuple[np.ndarray, float]:
+    """Mono float32 [S] at `rate` Hz, and its duration in seconds."""
     if isinstance(source, tuple):
         samples, source_rate = _decode_array(*source)
-        _check_seconds(samples.size / source_rate, max_seconds)
-        return samples, source_rate
+        return _join([samples], source_rate, rate, max_seconds)
     with _open_source(source) as file:
         num_bytes = file.seek(0, os.SEEK_END)
         if num_bytes == 0:
@@ -155,7 +154,7 @@ def _decode(
         head = file.read(16)
         for decode in (_decode_with_soundfile, _decode_with_ffmpeg):
             file.seek(0)
-            decoded = decode(file, max_seconds)
+            decoded = decode(file, rate, max_seconds)
             if decoded is not None and decoded[0].size:
                 return decoded
     container = _container_name(head)
@@ -189,7 +188,7 @@ def _decode_array(samples: Any, source_rate: Any) -> tuple[np.ndarray, int]:
     return (mono.mean(axis=1, dtype=np.float32) if mono.ndim == 2 and mono.size else mono.reshape(-1)), source_rate
 
 
-def _decode_with_soundfile(file: BinaryIO, max_seconds: float) -> tuple[np.ndarray, int] | None:
+def _decode_with_soundfile(file: BinaryIO, rate: int, max_seconds: float) -> tuple[np.ndarray, float] | None:
     """libsndfile: WAV, FLAC, MP3, Ogg, AIFF …; None where it cannot read the data."""
     try:
         import soundfile
@@ -208,12 +207,12 @@ def _decode_with_soundfile(file: BinaryIO, max_seconds: float) -> tuple[np.ndarr
                 while (block := sound.read(num_frames, dtype="float32", always_2d=True)).size:
                     yield block.mean(axis=1, dtype=np.float32)
 
-            return _join(blocks(), sound.samplerate, max_seconds), sound.samplerate
+            return _join(blocks(), sound.samplerate, rate, max_seconds)
     except (soundfile.SoundFileError, OSError, RuntimeError, TypeError, ValueError):
         return None
 
 
-def _decode_with_ffmpeg(file: BinaryIO, max_seconds: float) -> tuple[np.ndarray, int] | None:
+def _decode_with_ffmpeg(file: BinaryIO, rate: int, max_seconds: float) -> tuple[np.ndarray, float] | None:
     """FFmpeg through PyAV: the first audio track of M4A, MP4, WebM …; None where it cannot read the data."""
     try:
         import av
@@ -231,10 +230,9 @@ def _decode_with_ffmpeg(file: BinaryIO, max_seconds: float) -> tuple[np.ndarray,
             source_rate = stream.codec_context.sample_rate
             if stream.duration is not None and stream.time_base is not None:
                 _check_seconds(float(stream.duration * stream.time_base), max_seconds)
-            samples = _join(_ffmpeg_blocks(container, stream, source_rate), source_rate, max_seconds)
+            return _join(_ffmpeg_blocks(container, stream, source_rate), source_rate, rate, max_seconds)
     except (av.error.FFmpegError, OSError, RuntimeError, TypeError, ValueError, EOFError):
         return None
-    return samples, source_rate
 
 
 def _ffmpeg_blocks(container: Any, stream: Any, source_rate: int) -> Iterator[np.ndarray]:
@@ -265,15 +263,20 @@ def _ffmpeg_blocks(container: Any, stream: Any, source_rate: int) -> Iterator[np
         raise MediaError("The audio is damaged: many parts of it cannot be decoded; export it again.")
 
 
-def _join(blocks: Iterator[np.ndarray], source_rate: int, max_seconds: float) -> np.ndarray:
-    """All blocks in one array [S]; stops at the first that passes `max_seconds`."""
-    taken: list[np.ndarray] = []
+def _join(blocks: Iterable[np.ndarray], source_rate: int, rate: int, max_seconds: float) -> tuple[np.ndarray, float]:
+    """All blocks in one array [S] at `rate` Hz, and their duration; stops at the first that passes `max_seconds`."""
     num_samples = 0
-    for block in blocks:
-        num_samples += block.size
-        _check_seconds(num_samples / source_rate, max_seconds)
-        taken.append(block)
-    return np.concatenate(taken) if taken else np.zeros(0, dtype=np.float32)
+
+    def counted() -> Iterator[np.ndarray]:
+        nonlocal num_samples
+        for block in blocks:
+            num_samples += block.size
+            _check_seconds(num_samples / source_rate, max_seconds)
+            yield block
+
+    taken = list(resample_blocks(counted(), source_rate, rate, resample))
+    joined = taken[0] if len(taken) == 1 else np.concatenate(taken or [np.zeros(0, dtype=np.float32)])
+    return joined, num_samples / source_rate
 
 
 def _to_float(values: np.ndarray) -> np.ndarray:

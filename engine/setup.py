@@ -23,6 +23,8 @@ from engine.model import BaseModel
 logger = logging.getLogger(__name__)
 
 _DEFAULT_KV_MB = 1024
+_WINDOW_SECONDS = 30.0  # Whisper's encoder, which many speech models begin with, hears no more
+_EMBEDDED_WINDOW_SECONDS = 12.0
 
 
 def freeze_startup_objects() -> None:
@@ -49,7 +51,7 @@ def check_settings(config: EngineConfig) -> None:
             raise InvalidRequest(f"{flag} is {getattr(config, name)}, but must be 1 or more.", param=name)
     above_zero = (
         "max_audio_seconds", "gpu_memory_utilization", "kv_cache_memory_mb", "max_model_len", "max_upload_mb",
-        "max_cpu_lora_mb",
+        "max_cpu_lora_mb", "max_recording_seconds", "transcription_window",
     )  # fmt: skip
     for name in above_zero:
         value = getattr(config, name)
@@ -76,6 +78,13 @@ def with_embedded_defaults(config: EngineConfig) -> EngineConfig:
     embedded = [LoRAModule(folder.name, str(folder)) for folder in folders if folder.name not in named]
     defaults = {"audio": "speech"} if config.default_mm_loras is None else config.default_mm_loras
     return dataclasses.replace(config, lora_modules=[*embedded, *config.lora_modules], default_mm_loras=defaults)
+
+
+def transcription_window(config: EngineConfig) -> float:
+    """Longest piece of a recording, in seconds: what speech models are trained on, unless it is set."""
+    is_embedded = Path(config.model).resolve() == EMBEDDED_MODEL
+    wanted = config.transcription_window or (_EMBEDDED_WINDOW_SECONDS if is_embedded else _WINDOW_SECONDS)
+    return min(wanted, config.max_audio_seconds)
 
 
 def runs_ahead(config: EngineConfig, base: BaseModel) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from api.errors import RuntimeUpdatingOff
 from api.service import Service
 from api.settings import ServerSettings
+from api.transcript import TranscriptSegment, TranscriptStart
 from engine import Engine
 from engine.request import AudioPart, Message, SamplingParams, TextPart, TextPrompt
 from tests.oracles import tone
@@ -29,12 +30,14 @@ async def test_chat_completion_and_transcription_give_answers_with_receipts(serv
     clip = AudioPart((tone(0.4), 16_000))
     chat = await service.start_chat([Message("user", [TextPart("hi"), clip])], GREEDY, n=2)
     named = await service.start_completion(TextPrompt("hi"), GREEDY, lora="style")
-    transcript = await service.start_transcription(clip, GREEDY, lora="none")
-    answers = [*chat, *named, transcript]
-    reasons = ["default:audio", "default:audio", "explicit", "opt-out"]
+    answers = [*chat, *named]
+    reasons = ["default:audio", "default:audio", "explicit"]
     assert [answer.receipt.reason for answer in answers] == reasons
     for answer in answers:
         assert [delta.finish_reason async for delta in answer][-1] in ("stop", "length")
+    events = [event async for event in service.transcribe(clip, GREEDY, lora="none")]
+    assert isinstance(events[0], TranscriptStart) and events[0].receipt.reason == "opt-out"
+    assert isinstance(events[-1], TranscriptSegment)
 
 
 @pytest.mark.asyncio

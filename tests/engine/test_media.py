@@ -336,13 +336,13 @@ def test_long_audio_is_refused_before_it_is_decoded_whole(kind: str, monkeypatch
     sizes: list[int] = []
     join = media._join
 
-    def counting_join(blocks: Any, source_rate: int, max_seconds: float) -> np.ndarray:
+    def counting_join(blocks: Any, *rates_and_limit: Any) -> Any:
         def counted() -> Any:
             for block in blocks:
                 sizes.append(block.size)
                 yield block
 
-        return join(counted(), source_rate, max_seconds)
+        return join(counted(), *rates_and_limit)
 
     monkeypatch.setattr(media, "_join", counting_join)
     assert "longer than 5 seconds" in refusal(encoded, max_seconds=5.0)
