@@ -325,7 +325,7 @@ async def test_whoever_stops_listening_leaves_nothing_behind(
     await asyncio.sleep(0.05)
     await wait_until_idle(tiny_engine)
     tiny_engine.check_integrity()
-    assert service._num_starting == 0
+    assert service._admission._num_starting == 0
 
 
 @pytest.mark.asyncio
@@ -334,7 +334,7 @@ async def test_a_recording_waits_for_room_once_it_has_begun(tiny_engine: Engine,
     segments = [event async for event in listen(service) if isinstance(event, TranscriptSegment)]
     assert [segment.text for segment in segments] == texts
     full = Service(tiny_engine, ServerSettings(max_queued_requests=1).resolve())
-    full._num_starting = 1
+    full._admission._num_starting = 1
     with pytest.raises(Overloaded):
         await anext(listen(full))
 
