@@ -6,7 +6,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run test check format bench screenshots clean
+.PHONY: help setup setup-dev run test soak check format bench screenshots clean
 
 PORT ?=
 ARGS ?=
@@ -30,6 +30,7 @@ help:
 	@echo "make run      install what is needed and start the app on http://127.0.0.1:7860  (ARGS=, PORT=)"
 	@echo "make setup    install only"
 	@echo "make test     install what tests need and run all that this machine can run  (ARGS=)"
+	@echo "make soak     half an hour of mixed work on a server  (ARGS=\"--minutes 5\")"
 	@echo "make check    format, lint, types, layering"
 	@echo "make format   format the code"
 	@echo "make bench    run a quick set of benchmarks, or one of them  (BENCH=decode, ARGS=)"
@@ -63,6 +64,9 @@ run: | $(RUN_STAMP)
 test: | $(DEV_STAMP)
 	@sh tests/install_browser.sh
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: | $(DEV_STAMP)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 check: | $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .

@@ -178,8 +178,7 @@ def _set_up_logging(level: str) -> None:
 def _warn_if_open(settings: ServerSettings) -> None:
     if not settings.is_loopback and not settings.has_credentials:
         log.warning(
-            "event=open_server host=%s reason='other machines may reach it and no credential is set; set --api-key "
-            "or --auth'",
+            "event=open_server host=%s reason='other machines may reach it, and with --insecure nobody needs a credential'",
             settings.host,
         )
 

@@ -135,6 +135,8 @@ async def list_adapters(request: Request) -> dict[str, Any]:
     """Every adapter with where it lies, its size, and how it is used; what all of them take; and the downloads under way."""
     service = service_of(request)
     adapters = [adapter_json(info) for info in await service.list_adapters()]
+    if not service.caller.sees_all:
+        return {"object": "list", "data": adapters}  # The rest would tell of adapters that this caller does not have.
     downloads = [download.to_dict() for download in service.downloads()]
     return {"object": "list", "data": adapters, "stats": stats_json(service.stats()), "downloads": downloads}
 

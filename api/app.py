@@ -6,9 +6,11 @@ envelope for wrong methods and unknown paths under `/v1`. Called by `app.py` and
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -17,7 +19,8 @@ from starlette.routing import Route
 import api
 from api import adapters, chat, completions, models, schema, tokens, transcriptions
 from api.auth import Guard, LimitBody
-from api.errors import error_response, http_error, install_error_handlers
+from api.body import service_of
+from api.errors import PermissionDenied, error_response, http_error, install_error_handlers
 from api.openapi import DescribedApi, docs_page
 from api.service import Service
 from api.settings import ServerSettings
@@ -68,14 +71,40 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _on_client_left)
     app.add_middleware(LimitBody, max_bytes=engine.config.max_upload_mb << 20)
     app.add_middleware(Guard, policy=service.policy, root_path=settings.root_path)
+    if settings.allowed_origins:
+        # Outside the guard: a browser asks for leave without a credential.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+            expose_headers=["X-Request-Id", "X-LoRA-Name", "X-LoRA-Reason"],
+        )
     return app
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine runs, 503 when it does not; needs no credential."""
-    is_alive = request.app.state.service.stats().is_alive
-    return JSONResponse({"status": "ok" if is_alive else "down"}, status_code=200 if is_alive else 503)
+    """200 while the engine's thread lives, even when it only ends what is under way, else 503; needs no credential."""
+    is_running = service_of(request).stats().is_running
+    return JSONResponse({"status": "ok" if is_running else "down"}, status_code=200 if is_running else 503)
+
+
+@router.get("/health/ready")
+async def ready(request: Request) -> Response:
+    """200 where a request would be taken now, 503 where the server is stopping or its queue is full; needs no credential."""
+    state = service_of(request).readiness()
+    headers = {} if state == "ready" else {"Retry-After": "1"}
+    return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503, headers=headers)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Counts, latencies and residency in Prometheus' text form."""
+    service = service_of(request)
+    if not service.caller.sees_all:
+        raise PermissionDenied("Metrics tell of every adapter; this key is for some of them.")
+    return Response(await asyncio.to_thread(service.metrics.render), media_type=service.metrics.content_type)
 
 
 @router.get("/version")

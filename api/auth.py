@@ -1,6 +1,6 @@
 """Who may do what: one policy for the API and the browser app, and the two guards that stand before every route.
 
-`Policy` turns an `Authorization` header into a `Role`; `Guard` lets nobody past without one; `LimitBody` bounds what is
+`Policy` turns an `Authorization` header into a `Caller`; `Guard` lets nobody past without one; `LimitBody` bounds what is
 read of a request. Plain ASGI, so that streams and disconnects pass untouched. Installed by `api/app`; the browser app
 asks the same policy.
 """
@@ -11,35 +11,28 @@ import asyncio
 import base64
 import contextlib
 import hmac
-from enum import IntEnum
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import AuthenticationFailed, BodyTooLarge, PermissionDenied, error_response
+from api.errors import AuthenticationFailed, BodyTooLarge, PermissionDenied, refusal
 from api.settings import ServerSettings
+from api.tenants import Caller, Role, TenantsFile
 
-OPEN_PATHS = frozenset({"/health"})
-ROLE = "switchboard.role"
+OPEN_PATHS = frozenset({"/health", "/health/ready"})
+CALLER = "switchboard.caller"
 DRAIN_BYTES = 64 << 20
 DRAIN_SECONDS = 5.0
-
-
-class Role(IntEnum):
-    """What a credential allows; each role may do what the ones before it may."""
-
-    NOBODY = 0
-    USER = 1
-    ADMIN = 2
 
 
 class Policy:
     """The credentials of the settings, compared in constant time.
 
     An API key is sent as a bearer token, or as the password of HTTP basic login (any user name), which is how a browser
-    sends it. Where no admin key is set, every good credential is an administrator's.
+    sends it, and so is a tenant's. Where no admin key is set, `--api-key` and `--auth` are an administrator's.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -47,18 +40,37 @@ class Policy:
         self._api_key = settings.api_key
         self._admin_key = settings.admin_key
         self._auth = settings.auth
+        self._tenants = None if settings.tenants is None else TenantsFile(Path(settings.tenants))
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether some callers may not know of some adapters."""
+        return self._tenants is not None
+
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Who sends a request with this `Authorization` header."""
+        if self.is_open:
+            return _OPEN
+        user_and_password, secret = _secrets(authorization or "")
+        # All are compared, so that time tells nothing about which one came near.
+        is_admin = _matches(secret, self._admin_key)
+        has_key, has_login = _matches(secret, self._api_key), _matches(user_and_password, self._auth)
+        tenant = None if self._tenants is None else self._tenants.find(secret)
+        if is_admin:
+            return _ADMIN_KEY
+        if has_key or has_login:
+            role = Role.ADMIN if self._admin_key is None else Role.USER
+            return Caller("api-key" if has_key else "auth", role)
+        return tenant or NOBODY
 
     def role_of(self, authorization: str | None) -> Role:
         """The role of a request with this `Authorization` header."""
-        if self.is_open:
-            return Role.ADMIN
-        user_and_password, secret = _secrets(authorization or "")
-        # All three are compared, so that time tells nothing about which one came near.
-        is_admin = _matches(secret, self._admin_key)
-        is_user = _matches(secret, self._api_key) | _matches(user_and_password, self._auth)
-        if is_admin or (is_user and self._admin_key is None):
-            return Role.ADMIN
-        return Role.USER if is_user else Role.NOBODY
+        return self.caller_of(authorization).role
+
+
+NOBODY = Caller("nobody", Role.NOBODY)
+_OPEN = Caller("anyone", Role.ADMIN)
+_ADMIN_KEY = Caller("admin-key", Role.ADMIN)
 
 
 def _secrets(authorization: str) -> tuple[str, str]:
@@ -82,7 +94,7 @@ def _matches(given: str, expected: str | None) -> bool:
 
 async def require_admin(request: Request) -> None:
     """Route dependency: the administrator's credential, and no page of another site acting in its browser."""
-    if request.scope.get(ROLE, Role.NOBODY) < Role.ADMIN:
+    if request.scope.get(CALLER, NOBODY).role < Role.ADMIN:
         raise PermissionDenied("This needs the administrator's credential; send the admin key.")
     origin = request.headers.get("origin")
     is_bearer = request.headers.get("authorization", "").lower().startswith("bearer ")
@@ -102,17 +114,17 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        scope[ROLE] = self._policy.role_of(Headers(scope=scope).get("authorization"))
+        scope[CALLER] = self._policy.caller_of(Headers(scope=scope).get("authorization"))
         path = scope["path"].removeprefix(self._root_path)
-        if scope[ROLE] is not Role.NOBODY or path in OPEN_PATHS:
+        if scope[CALLER].role is not Role.NOBODY or path in OPEN_PATHS:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            refusal = AuthenticationFailed(
+            wrong = AuthenticationFailed(
                 "A credential is missing or wrong; send the API key as a bearer token, or log in with HTTP basic."
             )
-            await error_response(refusal)(scope, receive, send)
+            await refusal(scope, wrong)(scope, receive, send)
 
 
 class LimitBody:
@@ -131,7 +143,7 @@ class LimitBody:
         if declared.isdecimal() and int(declared) > self._max_bytes:
             if "expect" not in headers:
                 await _discard(receive)
-            await error_response(self._refusal())(scope, receive, send)
+            await refusal(scope, self._refusal())(scope, receive, send)
             return
         num_read = 0
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from api.auth import CALLER, NOBODY
 from api.schema import Body, read_body
 from api.service import Service
 from engine.errors import InvalidRequest
@@ -22,10 +23,10 @@ INLINE_BYTES = 64 << 10
 
 
 def service_of(request: Request) -> Service:
-    """The service of the application that the request came to."""
+    """The service of the application that the request came to, as it is for who sent it."""
     service = request.app.state.service
     assert isinstance(service, Service)
-    return service
+    return service.for_caller(request.scope.get(CALLER, NOBODY))
 
 
 def new_id(prefix: str) -> str:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from api.body import json_body, new_id, service_of
 from api.openapi import json_request
-from api.schema import MAX_CHOICES, CompletionRequest, client_words
+from api.schema import MAX_CHOICES, SAMPLED_WORDS, CompletionRequest, client_words
 from api.service import Service, now
 from api.stream import (
     Collected,
@@ -38,7 +38,7 @@ async def create_completion(request: Request) -> Response:
     body = await json_body(request, CompletionRequest)
     service = service_of(request)
     request_id = new_id("cmpl")
-    with client_words({"messages": "prompt"}):
+    with client_words({"messages": "prompt", **SAMPLED_WORDS}):
         answers = await until_disconnect(request, _start_all(service, body, request_id))
     view = _View(body, request_id, service, answers[0])
     headers = answer_headers(request_id, answers[0].receipt)

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from engine.errors import AppError, EngineFault
 
@@ -71,6 +72,12 @@ def error_response(error: AppError, headers: Mapping[str, str] | None = None) ->
     return JSONResponse(envelope(error), status_code=error.status, headers=extra)
 
 
+def refusal(scope: Scope, error: AppError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer to a request that fails, counted by its reason."""
+    scope["app"].state.service.metrics.refuse(error)
+    return error_response(error, headers)
+
+
 def unexpected(error: BaseException, where: str) -> AppError:
     """What the client hears of a fault that is ours; the log gets the cause."""
     log.error("event=fault where=%s kind=%s", where, type(error).__name__, exc_info=error)
@@ -96,25 +103,25 @@ def http_error(status: int, *, method: str, path: str) -> AppError:
 def install_error_handlers(app: FastAPI) -> None:
     """Make `app` answer every exception with the envelope."""
 
-    async def on_app_error(_request: Request, error: Exception) -> JSONResponse:
+    async def on_app_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, AppError)
-        return error_response(error)
+        return refusal(request.scope, error)
 
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         answer = http_error(error.status_code, method=request.method, path=request.url.path)
         if error.status_code == 400 and error.detail:
             answer.message = f"{error.detail.rstrip('.')}."
-        return error_response(answer, error.headers)
+        return refusal(request.scope, answer, error.headers)
 
-    async def on_validation(_request: Request, error: Exception) -> JSONResponse:
+    async def on_validation(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         fault = error.errors()[0]
         param = ".".join(str(step) for step in fault["loc"][1:]) or None
-        return error_response(AppError(f"{param or 'the request'}: {fault['msg']}.", param=param))
+        return refusal(request.scope, AppError(f"{param or 'the request'}: {fault['msg']}.", param=param))
 
     async def on_unexpected(request: Request, error: Exception) -> JSONResponse:
-        return error_response(unexpected(error, request.url.path))
+        return refusal(request.scope, unexpected(error, request.url.path))
 
     app.add_exception_handler(AppError, on_app_error)
     app.add_exception_handler(HTTPException, on_http)

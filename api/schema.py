@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
@@ -22,8 +22,7 @@ Model = TypeVar("Model", bound="Body")
 
 MAX_CHOICES = 128
 _NO_TOOLS = "tool calls are not served"
-_NO_GUIDED = "output is not constrained to a format"
-_JSON_LOOK = {"type": "text"}
+_NO_GUIDED = "use response_format"
 
 
 class Body(BaseModel):
@@ -46,6 +45,41 @@ class StreamOptions(Body):
         "continuous_usage_stats": ((False,), "usage comes once, at the end"),
     }
     include_usage: bool | None = None
+
+
+class JsonSchema(Body):
+    """A schema that the answer must follow."""
+
+    accepted: ClassVar[frozenset[str]] = frozenset({"description", "strict"})
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Body):
+    """What the answer is made of."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def json_text(self) -> str | None:
+        """The schema of the answer as JSON text, None where any text will do; raises `InvalidRequest`."""
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.schema_ is None:
+                raise InvalidRequest(
+                    "response_format has no json_schema.schema; send the schema, or the type json_object.",
+                    param="response_format.json_schema.schema",
+                )
+            return json.dumps(self.json_schema.schema_)
+        if self.json_schema is not None:
+            raise InvalidRequest(
+                f"response_format has a json_schema but the type {self.type!r}; send the type json_schema.",
+                param="response_format.type",
+            )
+        return '{"type": "object"}' if self.type == "json_object" else None
+
+
+# The engine's name of a field -> the client's, wherever requests are sampled.
+SAMPLED_WORDS = {"json_schema": "response_format.json_schema.schema"}
 
 
 class _Sampled(Body):
@@ -79,7 +113,6 @@ class _Sampled(Body):
         "cache_salt": ((), "not served"),
         "kv_transfer_params": ((), "not served"),
         "vllm_xargs": ((), "not served"),
-        "response_format": ((_JSON_LOOK,), _NO_GUIDED + "; only {'type': 'text'} is served"),
     }
 
     model: str
@@ -102,6 +135,7 @@ class _Sampled(Body):
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
     max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def num_choices(self) -> int:
@@ -125,6 +159,8 @@ class _Sampled(Body):
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias is not None:
             values["logit_bias"] = _logit_bias(self.logit_bias)
+        if self.response_format is not None:
+            values["json_schema"] = self.response_format.json_text()
         return SamplingParams(**{**values, **changed})
 
 
@@ -229,7 +265,7 @@ class ChatRequest(_Sampled):
     def words(self) -> dict[str, str]:
         """What the client called fields that the engine knows by another name."""
         limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return {"logprobs": "top_logprobs", **limit}
+        return {"logprobs": "top_logprobs", **SAMPLED_WORDS, **limit}
 
     @property
     def opens_answer(self) -> bool:
@@ -348,12 +384,22 @@ def read_body(model: type[Model], raw: bytes) -> Model:
     return validate(model, data)
 
 
+# Fields that are objects with fields of their own, outer ones first.
+_PARTS: Mapping[str, type[Body]] = {
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "response_format.json_schema": JsonSchema,
+}
+
+
 def validate(model: type[Model], data: Mapping[str, Any]) -> Model:
     """Validate fields; raises `InvalidRequest` whose `param` is the path of the field at fault."""
     known = _without_unused(model, data)
-    options = known.get("stream_options")
-    if isinstance(options, dict):
-        known["stream_options"] = _without_unused(StreamOptions, options, "stream_options.")
+    for name, part in _PARTS.items():
+        holder, _, last = name.rpartition(".")
+        parent = known.get(holder) if holder else known
+        if isinstance(parent, dict) and isinstance(parent.get(last), dict):
+            parent[last] = _without_unused(part, parent[last], f"{name}.")
     try:
         return model.model_validate(known)
     except ValidationError as error:

@@ -7,10 +7,11 @@ model cards. Knows nothing of HTTP. Blocking work of the adapter manager runs in
 from __future__ import annotations
 
 import asyncio
+import copy
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import cached_property, partial
@@ -18,15 +19,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
 
 from adapters.errors import AdapterNotFound
-from api.auth import Policy, Role
-from api.errors import RuntimeUpdatingOff
+from api.admission import Admission
+from api.audit import Audit
+from api.auth import Policy
+from api.cards import adapter_card, base_card
+from api.errors import PermissionDenied, RuntimeUpdatingOff
 from api.logprobs import TokenTexts
+from api.metrics import Metrics
 from api.settings import ServerSettings
+from api.tenants import Caller, Role
 from api.transcript import TranscriptEvent, transcribe_recording
 from api.turns import KeyedTurns
-from engine.config import EMBEDDED_MODEL
-from engine.errors import AppError, InvalidRequest, ModelNotFound, Overloaded
-from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPrompt, TokenPrompt
+from engine.errors import AppError, InvalidRequest, ModelNotFound
+from engine.request import (
+    AudioPart,
+    ChatPrompt,
+    Message,
+    Prompt,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+    modalities_of,
+)
+from engine.routing import AUTO, RESERVED_NAMES
 
 if TYPE_CHECKING:
     from adapters.manager import AdapterManager
@@ -56,18 +71,30 @@ class Service:
         engine: the engine that answers.
         settings: the server's settings, resolved.
         policy: roles of credentials; whoever lets people change adapters asks it first.
+        metrics: what `/metrics` shows.
+        caller: for whom this view of the service works; see `for_caller`.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
         self.policy = Policy(settings)
-        self._num_starting = 0  # answers whose prompts are still being prepared; touched on the event loop alone
+        self.caller = Caller("the server", Role.ADMIN)
+        self._audit = Audit(None if settings.audit_log is None else Path(settings.audit_log))
+        self._root = self
+        self._admission = Admission(engine, settings)
+        self.metrics = Metrics(engine, lambda: self._admission.num_waiting)
         # What only looks or points never waits behind what reads files or fetches them.
         self._pool = ThreadPoolExecutor(MANAGER_THREADS, thread_name_prefix="adapters")
         self._recording_pool = ThreadPoolExecutor(RECORDING_THREADS, thread_name_prefix="recordings")
         self._load_pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="adapter-changes")
         self._turns = KeyedTurns()
+
+    def for_caller(self, caller: Caller) -> Service:
+        """This service as it is for a caller: with the caller's adapters alone, and against the caller's share."""
+        view = copy.copy(self._root)
+        view.caller = caller
+        return view
 
     async def start_chat(
         self,
@@ -84,7 +111,7 @@ class Service:
     ) -> list[Answer]:
         """Start `n` answers to a conversation; raises `AppError`s of decoding, routing, adapters and templating."""
         prompt = ChatPrompt(messages, add_generation_prompt, continue_final_message, dict(template_kwargs or {}))
-        return await self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+        return await self._start("chat", prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
 
     async def start_completion(
         self,
@@ -97,7 +124,7 @@ class Service:
         request_id: str | None = None,
     ) -> list[Answer]:
         """Start `n` answers to a raw prompt."""
-        return await self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+        return await self._start("completions", prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
 
     async def transcribe(
         self,
@@ -129,7 +156,9 @@ class Service:
         """
         chosen = sampling or SamplingParams(temperature=0.0, max_tokens=None)
         self._check(chosen)
+        self._admission.check_room()
         self.engine.transcription_prompt(audio, language=language, prompt=prompt)
+        self._check_caller({"audio"}, model, lora)
         base_id = request_id or uuid.uuid4().hex
         held = await self.engine.hold({"audio"}, model=model, lora=lora)
         try:
@@ -141,7 +170,7 @@ class Service:
                 part = recording.part(recording.pieces[index], audio.param)
                 chat = self.engine.transcription_prompt(part, language=language, prompt=prompt)
                 piece_id = base_id if len(recording.pieces) == 1 else f"{base_id}-{index}"
-                [answer] = await self._start(chat, chosen, n=1, request_id=piece_id, held=held)
+                [answer] = await self._start("transcriptions", chat, chosen, n=1, request_id=piece_id, held=held)
                 return answer
 
             num_at_once = max(1, self.engine.config.max_num_seqs // 2)
@@ -154,6 +183,7 @@ class Service:
 
     async def _start(
         self,
+        route: str,
         prompt: Prompt,
         sampling: SamplingParams,
         *,
@@ -166,43 +196,54 @@ class Service:
         self._check(sampling)
         if isinstance(prompt, TokenPrompt):
             self.check_token_ids(prompt.token_ids, "prompt")
-        self._num_starting += n
-        try:
-            # May wait for a source of adapters: a client who leaves meanwhile leaves nothing behind.
-            if held is None:
-                await self.engine.find_adapters(model, lora)
-        except BaseException:
-            self._has_started(n)
-            raise
-        starting = asyncio.ensure_future(
-            self.engine.start(
-                prompt,
-                sampling,
-                model=model,
-                lora=lora,
-                request_id=request_id,
-                n=n,
-                held=None if held is None else held.fork(),
-            )
+        if held is None:  # else this is a piece of a request that was checked as a whole
+            self._check_caller(modalities_of(prompt), model, lora)
+        answers = await self._admission.start(
+            prompt, sampling, model=model, lora=lora, n=n, request_id=request_id, held=held
         )
-        starting.add_done_callback(lambda _: self._has_started(n))
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # Its worker thread cannot be interrupted: let it end, then free what nobody waits for.
-            starting.add_done_callback(_abort_unclaimed)
-            raise
+        self.metrics.watch(route, answers)
+        for answer in answers:
+            answer.on_end(self._book)
+        return answers
 
     def _check(self, sampling: SamplingParams) -> None:
-        """Raise `AppError` where the queue is full, or where sampling names tokens that do not exist."""
-        num_waiting = self.engine.stats().num_waiting + self._num_starting
-        if num_waiting >= self.settings.max_queue:
-            raise Overloaded(f"{num_waiting} requests are waiting already; try again in a moment.")
+        """Raise `InvalidRequest` where sampling names tokens that do not exist."""
         self.check_token_ids(sampling.logit_bias or (), "logit_bias")
         self.check_token_ids(sampling.stop_token_ids, "stop_token_ids")
 
-    def _has_started(self, n: int) -> None:
-        self._num_starting -= n
+    def _check_caller(self, modalities: Collection[str], model: str | None, lora: str | None) -> None:
+        """Raise `AppError` where the caller may not ask for this, or has asked too often; books one request."""
+        self._check_visible(model, "model")
+        self._check_visible(lora, "lora")
+        self._check_defaults(modalities, model, lora)
+        self.caller.quota.admit()
+
+    def _book(self, answer: Answer) -> None:
+        """Book an answer's tokens; n answers share their prompt."""
+        self.caller.quota.spend(answer.num_output_tokens + (len(answer.prompt_token_ids) if answer.index == 0 else 0))
+
+    def _check_visible(self, name: str | None, param: str) -> None:
+        """Raise what a name that does not exist gives, where it does not for this caller."""
+        if name is None or self._is_visible(name):
+            return
+        kind = "model" if param == "model" else "adapter"
+        raise ModelNotFound(f"The {kind} {name!r} does not exist; GET /v1/models lists what does.", param=param)
+
+    def _is_visible(self, name: str) -> bool:
+        return name in self.engine.model_names or name in RESERVED_NAMES or self.caller.may_use(name)
+
+    def _check_defaults(self, modalities: Collection[str], model: str | None, lora: str | None) -> None:
+        """Raise `PermissionDenied` where an adapter would answer by itself that does not exist for this caller."""
+        is_explicit = lora not in (None, AUTO) or (model is not None and model not in self.engine.model_names)
+        if self.caller.sees_all or is_explicit:
+            return
+        for modality, name in self.engine.default_mm_loras.items():
+            if modality in modalities and not self.caller.may_use(name):
+                raise PermissionDenied(
+                    f"Prompts with {modality} are answered by an adapter that this key may not use; name one that it may, "
+                    'or send lora: "none".',
+                    param="lora",
+                )
 
     def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, float] | tuple[()], param: str) -> None:
         """Raise `InvalidRequest` where a token id is not in the model's vocabulary."""
@@ -219,6 +260,7 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFound` unless `model` is None or names the base model or an adapter."""
+        self._check_visible(model, "model")
         if model is not None and model not in self.engine.model_names and not self.engine.adapters.contains(model):
             raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what does.", param="model")
 
@@ -239,6 +281,12 @@ class Service:
         """What the engine is doing."""
         return self.engine.stats()
 
+    def readiness(self) -> str:
+        """`ready`, or why a request would be refused now: `stopping` or `busy`."""
+        if not self.engine.stats().is_alive:
+            return "stopping"
+        return "busy" if self._admission.is_full else "ready"
+
     @cached_property
     def _token_texts(self) -> TokenTexts:
         return TokenTexts(self.engine.tokenizer)
@@ -246,7 +294,7 @@ class Service:
     def token_texts(self, answer: Answer) -> TokenTexts:
         """Texts and bytes of single tokens of an answer, for log probabilities."""
         is_own = answer.tokenizer is not None and answer.tokenizer is not self.engine.tokenizer
-        return TokenTexts(answer.tokenizer) if is_own else self._token_texts
+        return TokenTexts(answer.tokenizer) if is_own else self._root._token_texts
 
     def is_admin(self, authorization: str | None) -> bool:
         """Whether a request with this `Authorization` header may change adapters, as far as its credential goes."""
@@ -272,17 +320,25 @@ class Service:
         """Run a call of the manager that blocks for moments only."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
 
-    async def _change(self, name: str, work: Callable[Params, T], *args: Params.args, **kwargs: Params.kwargs) -> T:
+    async def _change(
+        self, action: str, name: str, work: Callable[Params, T], *args: Params.args, **kwargs: Params.kwargs
+    ) -> T:
         """Run a call of the manager that may read files for a name; those who wait for the name's turn hold no thread."""
-        async with self._turns.hold(name):
-            return await asyncio.get_running_loop().run_in_executor(self._load_pool, partial(work, *args, **kwargs))
+        with self._audit.change(self.caller.name, action, name):
+            async with self._turns.hold(name):
+                return await asyncio.get_running_loop().run_in_executor(self._load_pool, partial(work, *args, **kwargs))
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        """Every adapter that has a name."""
-        return await self._manage(self.adapters.list)
+        """Every adapter that has a name, and exists for the caller."""
+        return [info for info in await self._manage(self.adapters.list) if self.caller.may_use(info.name)]
+
+    def _check_exists(self, name: str) -> None:
+        if not self.caller.may_use(name):
+            raise AdapterNotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
     async def get_adapter(self, name: str) -> AdapterInfo:
         """One adapter; raises `AdapterNotFound`."""
+        self._check_exists(name)
         return await self._manage(self.adapters.get, name)
 
     def is_on_disk(self, name: str) -> bool:
@@ -299,6 +355,7 @@ class Service:
 
     async def export_adapter(self, name: str) -> Path:
         """A new zip of an adapter's files, which the caller deletes; raises `AdapterNotFound`, or that files are gone."""
+        self._check_exists(name)
         return await asyncio.get_running_loop().run_in_executor(self._load_pool, self._export, name)
 
     def _export(self, name: str) -> Path:
@@ -316,7 +373,7 @@ class Service:
         """Load an adapter from a folder, hub id or address; raises `AppError`."""
         self.require_updates()
         return await self._change(
-            name, self.adapters.load, name, path, load_inplace=load_inplace, base_model_name=base_model_name
+            "load", name, self.adapters.load, name, path, load_inplace=load_inplace, base_model_name=base_model_name
         )
 
     def downloads(self) -> list[DownloadInfo]:
@@ -326,33 +383,36 @@ class Service:
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away; answers under way end on it. Raises `AdapterNotFound`."""
         self.require_updates()
-        async with self._turns.hold(name):
-            await self._manage(self.adapters.unload, name)
+        with self._audit.change(self.caller.name, "unload", name):
+            async with self._turns.hold(name):
+                await self._manage(self.adapters.unload, name)
 
     async def delete_adapter(self, name: str) -> None:
         """Unload an adapter and delete the files of an upload; raises `AdapterNotFound`."""
         self.require_updates()
-        async with self._turns.hold(name):
-            await self._manage(self.adapters.delete, name)
+        with self._audit.change(self.caller.name, "delete", name):
+            async with self._turns.hold(name):
+                await self._manage(self.adapters.delete, name)
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
         """Keep an adapter in CPU memory, or stop doing so; raises `AdapterNotFound`."""
         self.require_updates()
-        await self._change(name, self.adapters.pin, name, is_pinned)
+        await self._change("pin" if is_pinned else "unpin", name, self.adapters.pin, name, is_pinned)
         return await self.get_adapter(name)
 
     async def roll_back_adapter(self, name: str, generation: str) -> AdapterInfo:
         """Point a name to one of its versions; raises `AdapterNotFound`, or why that version cannot be had."""
         self.require_updates()
-        return await self._change(name, self.adapters.rollback, name, generation)
+        return await self._change("roll_back", name, self.adapters.rollback, name, generation)
 
     async def set_default_for(self, name: str, modalities: Sequence[str]) -> AdapterInfo:
         """Let an adapter answer exactly these modalities by itself; raises `AppError`."""
         self.require_updates()
-        return await self._change(name, self.engine.set_default_for, name, modalities)
+        return await self._change("set_default", name, self.engine.set_default_for, name, modalities)
 
     async def adapter_versions(self, name: str) -> list[VersionInfo]:
         """What a name points to and what it can be rolled back to, newest first; raises `AdapterNotFound`."""
+        self._check_exists(name)
         return await self._manage(self.adapters.versions, name)
 
     async def inspect_upload(self, files: UploadFiles) -> UploadReport:
@@ -369,83 +429,22 @@ class Service:
     async def install_upload(self, name: str, files: UploadFiles, *, load_inplace: bool = False) -> AdapterInfo:
         """Store an uploaded adapter and list it; it is there again after a restart. Raises `AppError`."""
         self.require_updates()
-        return await self._change(name, self.adapters.install_upload, name, files, load_inplace=load_inplace)
+        return await self._change("upload", name, self.adapters.install_upload, name, files, load_inplace=load_inplace)
 
     # Model cards
 
     async def model_cards(self) -> list[dict[str, Any]]:
         """The base model's cards, one for each of its names, then one for each adapter."""
-        return [self._base_card(name) for name in self.engine.model_names] + [
-            self.adapter_card(info) for info in await self.list_adapters()
+        return [base_card(self.engine, name) for name in self.engine.model_names] + [
+            adapter_card(self.engine, info) for info in await self.list_adapters()
         ]
 
     async def model_card(self, name: str) -> dict[str, Any]:
         """The card of one model or adapter; raises `ModelNotFound`."""
         if name in self.engine.model_names:
-            return self._base_card(name)
+            return base_card(self.engine, name)
         self.check_model(name)
-        return self.adapter_card(await self.get_adapter(name))
-
-    def _base_card(self, name: str) -> dict[str, Any]:
-        model = self.engine.config.model
-        root = self.engine.model_names[0] if Path(model) == EMBEDDED_MODEL else model
-        return self._card(name, root=root, parent=None, created=self.engine.created, lora=None)
-
-    def adapter_card(self, info: AdapterInfo) -> dict[str, Any]:
-        """The card of an adapter, with the `lora` extension."""
-        lora = {
-            "rank": info.rank,
-            "alpha": info.alpha,
-            "target_modules": info.target_modules,
-            "scale": info.scale,
-            "bytes": info.num_bytes,
-            "generation": info.generation,
-            "state": info.state,
-            "pinned": info.pinned,
-            "default_for": info.default_for,
-            "created": info.created,
-        }
-        parent = info.base_model_name or self.engine.model_names[0]
-        return self._card(info.name, root=info.source, parent=parent, created=info.created, lora=lora)
-
-    def _card(
-        self, name: str, *, root: str, parent: str | None, created: float, lora: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": int(created),
-            "owned_by": "switchboard",
-            "root": root,
-            "parent": parent,
-            "max_model_len": self.engine.max_model_len,
-            "permission": [_permission(name, int(created))],
-            "lora": lora,
-        }
-
-
-def _permission(name: str, created: int) -> dict[str, Any]:
-    """The one element of a card's `permission`, as vLLM's server has it."""
-    return {
-        "id": f"modelperm-{name}",
-        "object": "model_permission",
-        "created": created,
-        "allow_create_engine": False,
-        "allow_sampling": True,
-        "allow_logprobs": True,
-        "allow_search_indices": False,
-        "allow_view": True,
-        "allow_fine_tuning": False,
-        "organization": "*",
-        "group": None,
-        "is_blocking": False,
-    }
-
-
-def _abort_unclaimed(starting: asyncio.Future[list[Answer]]) -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        for answer in starting.result():
-            answer.abort()
+        return adapter_card(self.engine, await self.get_adapter(name))
 
 
 def now() -> int:

@@ -48,10 +48,28 @@ class ServerSettings:
         None, "key that loading, unloading and uploading adapters need; it opens everything else too", metavar="KEY"
     )
     auth: str | None = setting(None, "user and password of HTTP basic login", metavar="USER:PASS")
+    tenants: str | None = setting(
+        None,
+        "JSON file of further keys, as hashes: role, adapters, requests and tokens a minute of each; read again when it changes",
+        metavar="FILE",
+    )
+    insecure: bool = setting(False, "start without any credential on an address that is not a loopback one")
+    allowed_origins: list[str] = setting(
+        [], "sites whose pages may call the API from a browser (CORS); * is any", nargs="+", metavar="ORIGIN",
+        shown_default="none",
+    )  # fmt: skip
+    audit_log: str | None = setting(
+        None, "file that gets a JSON line for each change of an adapter; the log has them too", metavar="FILE"
+    )
     allow_runtime_lora_updating: bool | None = setting(
         None, "let clients load, unload and upload adapters", shown_default="on for a loopback host, off otherwise"
     )
-    max_queue: int = setting(512, "requests that may wait; further ones are answered 429", parse=int, metavar="N")
+    max_queued_requests: int = setting(
+        512, "requests that may wait; further ones are answered 429", parse=int, metavar="N"
+    )
+    request_timeout: float = setting(
+        600.0, "longest time for one answer, from its arrival to its end; 0 is no limit", parse=float, metavar="SECONDS"
+    )
     drain_seconds: float = setting(
         5.0, "how long answers under way may take to end after Ctrl-C", parse=float, metavar="SECONDS"
     )
@@ -70,11 +88,11 @@ class ServerSettings:
     @property
     def has_credentials(self) -> bool:
         """Whether anything but `/health` needs a credential."""
-        return any((self.api_key, self.admin_key, self.auth))
+        return any((self.api_key, self.admin_key, self.auth, self.tenants))
 
     def resolve(self) -> ServerSettings:
         """Check every value and work out the defaults that depend on others; raises `ConfigFault`."""
-        for name in _SECRETS:
+        for name in (*_SECRETS, "tenants", "audit_log"):
             if getattr(self, name) == "":
                 raise ConfigFault(f"{_flag(name)} is empty; leave it out or give it a value.", param=name)
         if self.auth is not None and not all(self.auth.partition(":")):
@@ -85,10 +103,24 @@ class ServerSettings:
                 "--admin-key out if that is what you want.",
                 param="admin_key",
             )
+        if not (self.is_loopback or self.has_credentials or self.insecure):
+            raise ConfigFault(
+                f"{self.host or 'every address'} is not a loopback address, so other machines may reach the server, and no "
+                "credential is set; set --api-key, --admin-key, --auth or --tenants, or say --insecure.",
+                param="host",
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigFault(f"--port is {self.port}, but must be between 0 and 65535.", param="port")
-        if self.max_queue < 1:
-            raise ConfigFault(f"--max-queue is {self.max_queue}, but must be 1 or more.", param="max_queue")
+        if self.max_queued_requests < 1:
+            raise ConfigFault(
+                f"--max-queued-requests is {self.max_queued_requests}, but must be 1 or more.",
+                param="max_queued_requests",
+            )
+        if not 0 <= self.request_timeout <= 86400:
+            raise ConfigFault(
+                f"--request-timeout is {self.request_timeout}, but must be between 0 (no limit) and 86400.",
+                param="request_timeout",
+            )
         if not 0 <= self.drain_seconds <= 3600:
             raise ConfigFault(
                 f"--drain-seconds is {self.drain_seconds}, but must be between 0 and 3600.", param="drain_seconds"
@@ -110,10 +142,10 @@ class ServerSettings:
     def _may_update(self) -> bool:
         if self.is_loopback:
             return self.allow_runtime_lora_updating is not False
-        if self.allow_runtime_lora_updating and self.admin_key is None:
+        if self.allow_runtime_lora_updating and self.admin_key is None and self.tenants is None:
             raise ConfigFault(
                 f"adapters cannot be changed at run time on {self.host}, which is not a loopback address, without a "
-                "credential for it; set --admin-key, or drop --allow-runtime-lora-updating.",
+                "credential for it; set --admin-key or --tenants, or drop --allow-runtime-lora-updating.",
                 param="allow_runtime_lora_updating",
             )
         return bool(self.allow_runtime_lora_updating)

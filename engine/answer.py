@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
@@ -26,6 +27,9 @@ class Answer:
         prompt_token_ids: [P], media placeholders included.
         num_output_tokens: tokens generated so far, the last one included.
         tokenizer: what the answer's tokens belong to; an adapter may bring its own.
+        submitted_at, started_at, first_token_at, ended_at: when it was made, first scheduled, got its first token and ended,
+            on the monotonic clock in seconds; None while that has not happened.
+        error: what it failed with, once it has.
     """
 
     tokenizer: Any = None
@@ -37,24 +41,41 @@ class Answer:
         self.prompt_token_ids = prompt_token_ids
         self.num_output_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.submitted_at = time.monotonic()
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.error: AppError | None = None
+        self._on_end: list[Callable[[Answer], None]] = []
         self._events: deque[Delta | AppError] = deque()
         self._changed = threading.Condition()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._is_over = False
         self._is_aborted = False
-        self._on_abort: Callable[[], object] | None = None
+        self._on_abort: Callable[[AppError | None], object] | None = None
 
-    def bind_abort(self, on_abort: Callable[[], object]) -> None:
-        """Set what `abort` calls; done by the loop at submission."""
+    def bind_abort(self, on_abort: Callable[[AppError | None], object]) -> None:
+        """Set what `abort` and `expire` call; done by the loop at submission."""
         self._on_abort = on_abort
 
     def put(self, event: Delta | AppError) -> None:
         """Deliver an event; called by the engine thread. An error or a finish reason ends the answer."""
+        observers: list[Callable[[Answer], None]] = []
         with self._changed:
+            now = time.monotonic()
             if isinstance(event, Delta):
+                if event.receipt is not None:
+                    self.started_at = now
+                if event.token_ids and self.first_token_at is None:
+                    self.first_token_at = now
                 self.num_output_tokens += len(event.token_ids)
                 self.receipt = event.receipt or self.receipt
                 self.finish_reason = event.finish_reason
+            else:
+                self.error = event
+            if self.error is not None or self.finish_reason is not None:
+                self.ended_at = now
+                observers, self._on_end = self._on_end, []
             self._events.append(event)
             self._changed.notify()
             waiter, self._waiter = self._waiter, None
@@ -64,12 +85,27 @@ class Answer:
                 loop.call_soon_threadsafe(_wake, future)
             except RuntimeError:  # The reader's event loop is closed: nobody is waiting any more.
                 self.abort()
+        for observe in observers:
+            observe(self)
+
+    def on_end(self, observe: Callable[[Answer], None]) -> None:
+        """Call `observe` once when the answer has ended, at once where it has; mostly on the engine thread, so be quick."""
+        with self._changed:
+            if self.ended_at is None:
+                self._on_end.append(observe)
+                return
+        observe(self)
+
+    def expire(self, error: AppError) -> None:
+        """End with `error` unless it has ended; what the request holds is free within a step. Thread-safe."""
+        if self.ended_at is None and self._on_abort is not None:
+            self._on_abort(error)
 
     def abort(self) -> None:
         """Stop generating; what the request holds is free within a step. Thread-safe, and harmless when it has ended."""
         if not self._is_over and not self._is_aborted and self._on_abort is not None:
             self._is_aborted = True
-            self._on_abort()
+            self._on_abort(None)
 
     async def aclose(self) -> None:
         """Abort unless the answer has ended."""

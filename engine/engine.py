@@ -39,6 +39,7 @@ from engine.graphs import DecodeGraphs
 from engine.intake import HeldRoute, Intake, Limits, RoutedPrompt, explain_missing
 from engine.loop import EngineLoop
 from engine.lora_layers import LoraBuffers, linear_weights
+from engine.metrics import StepMetrics
 from engine.model import load_model
 from engine.probe import PROBE_TIMEOUT_S, Prober, probe_prompts
 from engine.recording import RATE, RecordingReader
@@ -76,9 +77,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """What the engine is doing now and has done since its start."""
+    """What the engine is doing now and has done since its start.
+
+    `is_alive`: it takes requests; `is_running`: it computes, be it only to end what is under way.
+    """
 
     is_alive: bool
+    is_running: bool
     uptime_s: float
     num_running: int
     num_waiting: int
@@ -86,6 +91,7 @@ class EngineStats:
     kv_blocks_total: int
     kv_blocks_cached: int
     num_steps: int
+    steps: StepMetrics
     prompt_tokens: int
     generated_tokens: int
     prefix_query_tokens: int
@@ -93,6 +99,7 @@ class EngineStats:
     num_preemptions: int
     encoder_hits: int
     encoder_misses: int
+    encoder_bytes: int
     num_finished: dict[str, int]
     batch_by_adapter: dict[str, int]
     lora_rows_used: int
@@ -495,6 +502,7 @@ class Engine:
         scheduler, counters, blocks = self._scheduler, self._loop.counters, self._scheduler.blocks
         return EngineStats(
             is_alive=self._loop.is_alive,
+            is_running=self._loop.is_running,
             uptime_s=time.time() - self.started_at,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -509,6 +517,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             encoder_hits=self._encoder_cache.num_hits,
             encoder_misses=self._encoder_cache.num_misses,
+            encoder_bytes=self._encoder_cache.num_bytes,
+            steps=counters.steps,
             num_finished=dict(counters.num_finished),
             batch_by_adapter=dict(counters.batch_by_adapter) if scheduler.has_work else {},
             lora_rows_used=len(self._slots.resident()) if self._slots else 0,

@@ -13,6 +13,7 @@ __all__ = [
     "MediaError",
     "ModelNotFound",
     "Overloaded",
+    "RequestTimeout",
     "UnsupportedModel",
 ]
 
@@ -53,6 +54,14 @@ class Overloaded(AppError):
     status = 429
     error_type = "rate_limit_error"
     code = "overloaded"
+
+
+class RequestTimeout(AppError):
+    """The answer took longer than the server allows."""
+
+    status = 504
+    error_type = "timeout_error"
+    code = "request_timeout"
 
 
 class EngineFault(AppError):

@@ -20,6 +20,7 @@ from adapters.errors import AdapterNotFound
 from engine.adapter_text import AdapterTexts, TextSide
 from engine.errors import AppError, ContextTooLong, InvalidRequest, MediaError, ModelNotFound
 from engine.frontend import Frontend, modality_of
+from engine.guides import GuideCompiler
 from engine.positions import LONG, grid_positions
 from engine.prompt import BuiltPrompt, media_parts
 from engine.request import AudioPart, ImagePart, Prompt, Receipt, SamplingParams
@@ -111,6 +112,7 @@ class Intake:
         self._limits = limits
         self._has_grid_positions = has_grid_positions
         self._short_len = short_len
+        self._guides = GuideCompiler()
 
     def route(
         self, prompt: Prompt, sampling: SamplingParams, *, model: str | None, lora: str | None, n: int
@@ -166,6 +168,7 @@ class Intake:
             built = text.builder.build(routed.prompt, routed.media)
             max_tokens = self._max_tokens(sampling, built, getattr(routed.prompt, "is_transcript", False))
             prompt_positions, position_delta = self._positions(built, max_tokens)
+            guide = None if sampling.json_schema is None else self._guides.compile(sampling.json_schema, text)
             base_id = request_id or uuid.uuid4().hex
             return [
                 EngineRequest(
@@ -180,6 +183,7 @@ class Intake:
                     text=text,
                     prompt_positions=prompt_positions,
                     position_delta=position_delta,
+                    guide=None if guide is None else guide.fork(),
                 )
                 for index in range(routed.n)
             ]

@@ -17,6 +17,7 @@ from engine.answer import Answer
 from engine.detokenizer import DecodingTable, Detokenizer, FastTokenizer, StopMatcher
 from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
 from engine.kv_cache import KVCache
+from engine.metrics import StepMetrics
 from engine.request import Delta, FinishReason, TokenLogprob
 from engine.runner import LaunchedStep, Runner
 from engine.sampler import INVALID_TOKEN, SamplerRow, make_generator
@@ -36,6 +37,7 @@ class LoopCounters:
     num_finished: Counter[str] = dataclasses.field(default_factory=Counter)
     batch_by_adapter: dict[str, int] = dataclasses.field(default_factory=dict)
     """Requests of the latest step by adapter name; the base model is `base`."""
+    steps: StepMetrics = dataclasses.field(default_factory=StepMetrics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ class _InFlight:
 
     @property
     def is_read_first(self) -> bool:
-        """Whether a row's next token depends on its earlier ones on the host (penalties)."""
+        """Whether a row's next token depends on its earlier ones on the host (penalties, guides)."""
         return any(item.state.sampler_row.reads_outputs for item in self.step.sampled)
 
 
@@ -96,6 +98,11 @@ class EngineLoop:
         """Whether the thread runs and takes requests."""
         return self._thread.is_alive() and not self._is_closing and not self._has_ended
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs, be it to end what is under way."""
+        return self._thread.is_alive() and not self._has_ended
+
     def submit(self, request: EngineRequest, answer: Answer) -> None:
         """Queue a request; the answer's events follow. Thread-safe.
 
@@ -113,13 +120,14 @@ class EngineLoop:
                 generator=None if sampling.seed is None else make_generator(sampling.seed),
                 prompt_token_ids=request.prompt_token_ids,
                 output_token_ids=output_token_ids,
+                guide=request.guide,
             ),
             detokenizer=Detokenizer(decoding, skip_special_tokens=sampling.skip_special_tokens),
             stop_matcher=StopMatcher(tuple(sampling.stop), include_stop=sampling.include_stop_str_in_output),
             token_ids=list(request.prompt_token_ids),
             output_token_ids=output_token_ids,
         )
-        answer.bind_abort(lambda: self._post(lambda: self._abort(state)))
+        answer.bind_abort(lambda error: self._post(lambda: self._abort(state, error)))
         if not self._post(lambda: self._accept(state)):
             if request.handle is not None:
                 request.handle.release()
@@ -201,9 +209,10 @@ class EngineLoop:
         self._states[state.request.request_id] = state
         self._scheduler.add(state)
 
-    def _abort(self, state: RequestState) -> None:
+    def _abort(self, state: RequestState, error: AppError | None) -> None:
+        """End a request from outside: quietly where its reader has left, else with the `error` that the reader gets."""
         if self._states.get(state.request.request_id) is state:
-            self._finish(state, "abort", Delta(finish_reason="abort"))
+            self._finish(state, "abort", error or Delta(finish_reason="abort"))
 
     def _step(self) -> None:
         """Launch a step, then read the one before it. Thread border: a fault fails the requests of its step alone."""
@@ -306,6 +315,7 @@ class EngineLoop:
     def _count(self, plan: Plan) -> None:
         counters = self.counters
         counters.num_steps += 1
+        counters.steps.observe(plan)
         for item in plan.items:
             counters.prompt_tokens += max(0, min(item.end, item.state.prompt_len) - item.start)
         counters.batch_by_adapter = dict(Counter(item.state.request.receipt.name or "base" for item in plan.items))

@@ -93,13 +93,27 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
+def modalities_of(prompt: Prompt) -> set[Modality]:
+    """The media that a prompt holds, as its parts say; nothing is decoded."""
+    if isinstance(prompt, TokenPrompt):
+        return set()
+    parts: list[Part] = []
+    if isinstance(prompt, TextPrompt):
+        parts += [*prompt.audio, *prompt.images]
+    else:
+        parts += [part for each in prompt.messages if not isinstance(each.content, str) for part in each.content]
+    kinds: dict[type, Modality] = {AudioPart: "audio", ImagePart: "image"}
+    return {kinds[type(part)] for part in parts if type(part) in kinds}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen and when to stop. Names and defaults are those of the OpenAI API and vLLM.
 
     `temperature` 0 is greedy; `top_k` 0 or -1 means all tokens. `max_tokens` None means up to the context's end.
     `seed` makes a request reproducible whatever shares its batch. `logprobs` None means none; 0 means the chosen
-    token's alone; n means also the n likeliest. `logit_bias` maps token id to a value added to its logit.
+    token's alone; n means also the n likeliest. `logit_bias` maps token id to a value added to its logit. `json_schema`, as
+    JSON text, lets the answer be nothing but JSON of that schema.
     """
 
     temperature: float = 1.0
@@ -118,6 +132,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -142,6 +157,10 @@ class SamplingParams:
                 )
         if any(len(text) > 1000 for text in self.stop):
             raise InvalidRequest("stop holds a string of more than 1000 characters.", param="stop")
+        if self.json_schema is not None and self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos lets no JSON end; leave it out, or ask for plain text.", param="ignore_eos"
+            )
         if any(not text for text in self.stop):
             raise InvalidRequest("stop holds an empty string; remove it.", param="stop")
 

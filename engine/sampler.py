@@ -1,9 +1,9 @@
 """The choice of the next token for each row of a step.
 
-Owns the order in which sampling parameters act: logit bias, penalties, then the likeliest token where the temperature
-is 0; else temperature, top-k, top-p, min-p (the order of transformers' warpers) and one draw. A row's outcome depends
-on its own logits, parameters and random numbers alone, never on the rest of the batch. Knows nothing of requests'
-lives; the engine's runner calls it once a step.
+Owns the order in which sampling parameters act: logit bias, penalties, a guide's mask, then the likeliest token where
+the temperature is 0; else temperature, top-k, top-p, min-p (the order of transformers' warpers) and one draw. A row's
+outcome depends on its own logits, parameters and random numbers alone, never on the rest of the batch. Knows nothing of
+requests' lives; the engine's runner calls it once a step.
 
 Dimensions: R rows, P rows with a penalty, S rows that are drawn at random, V vocabulary.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import InvalidRequest
+from engine.guides import Guide, apply_guides
 from engine.request import SamplingParams, TokenLogprob
 from engine.transfer import HostCopy, to_device
 
@@ -35,7 +36,8 @@ class SamplerRow:
     generator: torch.Generator | None = None
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
-    has_edits: bool = field(init=False, repr=False)  # bias or penalties: the logits change
+    guide: Guide | None = None
+    has_edits: bool = field(init=False, repr=False)  # bias, penalties or a guide: the logits change
     reads_outputs: bool = field(init=False, repr=False)  # the choice needs all earlier tokens on the host
     is_plain: bool = field(
         init=False, repr=False
@@ -45,8 +47,8 @@ class SamplerRow:
     def __post_init__(self) -> None:
         params = self.params
         has_penalties = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
-        self.reads_outputs = has_penalties
-        self.has_edits = has_penalties or bool(params.logit_bias)
+        self.reads_outputs = has_penalties or self.guide is not None
+        self.has_edits = self.reads_outputs or bool(params.logit_bias)
         self.is_plain = params.temperature == 0.0 and params.logprobs is None and not self.has_edits
 
     def unique_prompt_ids(self, device: torch.device, vocab_size: int) -> Tensor:
@@ -186,7 +188,7 @@ def _is_truncated(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _edit_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Logits [R, V] with bias and penalties applied; the very same tensor where no row has any."""
+    """Logits [R, V] with bias, penalties and guides applied; the very same tensor where no row has any."""
     edited_rows = [index for index, row in enumerate(rows) if row.has_edits]
     if not edited_rows:
         return logits
@@ -207,6 +209,13 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     counted = [index for index in edited_rows if _counts_output(rows[index].params)]
     if counted:
         _apply_count_penalties(logits, rows, counted)
+    masks = {
+        index: guide.allowed(rows[index].output_token_ids)
+        for index in edited_rows
+        if (guide := rows[index].guide) is not None
+    }
+    if masks:
+        apply_guides(logits, list(masks), list(masks.values()))
     return logits
 
 

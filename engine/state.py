@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.adapter_text import TextSide
     from engine.answer import Answer
     from engine.detokenizer import Detokenizer, StopMatcher
+    from engine.guides import Guide
     from engine.sampler import SamplerRow
 
 
@@ -81,6 +82,7 @@ class EngineRequest:
         on_logits: called on the engine thread with the logits [V] float32 of each token that is sampled, which it must
             copy; it must be quick and never raise. None for users' requests.
         receipt: without queue time and cached tokens, which are not known yet.
+        guide: what the answer may be; None for anything.
         text: the tokenizer that made the prompt, with what decodes the answer; None for the loop's own.
         prompt_positions: [K, P] int64, what the rotary embedding takes for the prompt; None where that is a token's
             place plus `position_delta`, as for all tokens after the prompt.
@@ -95,6 +97,7 @@ class EngineRequest:
     handle: GenerationHandle | None
     receipt: Receipt
     text: TextSide | None = None
+    guide: Guide | None = None
     on_logits: Callable[[torch.Tensor], None] | None = None
     prompt_positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
     position_delta: int = 0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from benchmarks import decode, scale, step_profile, workload
+from benchmarks import decode, scale, serve, step_profile, workload
 from engine import Engine, EngineConfig
 from engine.request import TokenLogprob
 
@@ -128,3 +130,38 @@ def test_scale_reports_each_number_of_adapters_and_each_tier(
     assert all(row["tokens_per_s"] > 0 for row in figures["rows"])
     assert figures["rows"][-1]["reads_from_disk"] > 0 == figures["rows"][1]["reads_from_disk"]
     assert all(figures["cold"][tier]["samples"] for tier in ("gpu", "cpu", "disk"))
+
+
+def test_serve_counts_tokens_and_times_from_when_a_request_was_due(engine: Engine) -> None:
+    options = serve.parse("--shape tiny --adapters 0 --streams 2 --rate 20 --seconds 0.4 --input-len 8".split())
+    load = serve.Load(serve.ask_engine(engine, 3), options)
+    figures = asyncio.run(load.closed())
+    assert figures["requests"] >= 2 and figures["tokens_per_s"] > 0
+
+    async def slow(prompt: list[int], name: str | None, times: serve.Times) -> None:
+        await asyncio.sleep(0.05)
+        times.tokens_at += [time.perf_counter(), time.perf_counter() + 0.01]
+
+    figures = asyncio.run(serve.Load(slow, options).open())
+    assert figures["first_token_ms_p50"] >= 50
+    assert figures["per_token_ms_p50"] == pytest.approx(10, abs=1)
+
+
+def test_serve_refuses_figures_of_answers_by_another_adapter(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        real = engine.start
+
+        async def other(prompt: Any, sampling: Any, *, lora: str | None) -> Any:
+            return await real(prompt, sampling, lora="second" if lora == "first" else lora)
+
+        engine.start = other  # type: ignore[method-assign, assignment]
+        try:
+            await serve.ask_engine(engine, 3)([2, 3], "first", serve.Times(0.0))
+        finally:
+            engine.start = real  # type: ignore[method-assign]
+
+    with pytest.raises(SystemExit):
+        asyncio.run(run())
+    assert "first" in json.loads(capsys.readouterr().out)["error"]

@@ -158,8 +158,9 @@ def header_html(page: Page, text: Texts) -> str:
         load = text("app.running", running=stats.num_running, waiting=stats.num_waiting)
         pills.append(f"<span class='pill wide'>{escape(load)}</span>")
     pills.append(f"<span class='pill wide'>{escape(service.engine.model_names[0])}</span>")
-    count = len(service.engine.adapters.names())
-    pills.append(f"<span class='pill wide'>{escape(text('app.adapters', count=count))}</span>")
+    if not service.policy.has_tenants:
+        count = len(service.engine.adapters.names())
+        pills.append(f"<span class='pill wide'>{escape(text('app.adapters', count=count))}</span>")
     label = escape(text("app.theme_label"), quote=True)
     return (
         f"<header><span class='logo' aria-hidden='true'>{logo_svg()}</span>"

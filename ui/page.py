@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 from gradio.i18n import I18nData
 
-from api.auth import Role
+from api.tenants import Role
 from engine.errors import AppError
 from ui.samples import Samples
 from ui.streaming import Stops
@@ -70,13 +70,13 @@ class Page:
         return "audio" in self.service.engine.modalities
 
     def service_for(self, request: gr.Request) -> Service:
-        """The service as it is for this visitor."""
-        return self.service
+        """The service as it is for this visitor: with the adapters of the visitor's key alone."""
+        return self.service.for_caller(self.service.policy.caller_of(request.headers.get("authorization")))
 
     @property
     def shared_adapters(self) -> list[AdapterInfo]:
-        """What every visitor may know of, for the page before anybody has asked."""
-        return self.service.engine.adapters.list()
+        """What every visitor may know of, for the page before anybody has asked: nothing where keys differ in that."""
+        return [] if self.service.policy.has_tenants else self.service.engine.adapters.list()
 
     async def adapter_names(self, request: gr.Request) -> list[str]:
         """The adapters that this visitor can ask for, by name."""

@@ -122,7 +122,7 @@ def test_a_full_queue_is_429(
 ) -> None:
     import dataclasses
 
-    with serve_with(max_queue=3) as url, httpx.Client(base_url=url) as http:
+    with serve_with(max_queued_requests=3) as url, httpx.Client(base_url=url) as http:
         stats = dataclasses.replace(tiny_engine.stats(), num_waiting=3)
         monkeypatch.setattr(tiny_engine, "stats", lambda: stats)
         answer = http.post("/v1/chat/completions", json={**CHAT, "model": base_model})
@@ -186,7 +186,7 @@ def test_docs_describe_every_route_and_need_no_other_host(http: httpx.Client) ->
     paths = {
         "/v1/models", "/v1/models/{model_id}", "/v1/chat/completions", "/v1/completions", "/v1/audio/transcriptions",
         "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters", "/v1/adapters/{name}", "/tokenize",
-        "/detokenize", "/health", "/version",
+        "/detokenize", "/health", "/health/ready", "/version", "/metrics",
     }  # fmt: skip
     assert document["paths"].keys() == paths
     references = [part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]]

@@ -325,16 +325,16 @@ async def test_whoever_stops_listening_leaves_nothing_behind(
     await asyncio.sleep(0.05)
     await wait_until_idle(tiny_engine)
     tiny_engine.check_integrity()
-    assert service._num_starting == 0
+    assert service._admission._num_starting == 0
 
 
 @pytest.mark.asyncio
 async def test_a_recording_waits_for_room_once_it_has_begun(tiny_engine: Engine, texts: list[str]) -> None:
-    service = Service(tiny_engine, ServerSettings(max_queue=1).resolve())
+    service = Service(tiny_engine, ServerSettings(max_queued_requests=1).resolve())
     segments = [event async for event in listen(service) if isinstance(event, TranscriptSegment)]
     assert [segment.text for segment in segments] == texts
-    full = Service(tiny_engine, ServerSettings(max_queue=1).resolve())
-    full._num_starting = 1
+    full = Service(tiny_engine, ServerSettings(max_queued_requests=1).resolve())
+    full._admission._num_starting = 1
     with pytest.raises(Overloaded):
         await anext(listen(full))
 

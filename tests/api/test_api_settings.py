@@ -17,7 +17,7 @@ def test_loopback_hosts_may_update_adapters_by_default(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.4", "example.org"])
 def test_other_hosts_need_an_admin_key_to_update_adapters(host: str) -> None:
-    assert ServerSettings(host=host).resolve().allow_runtime_lora_updating is False
+    assert ServerSettings(host=host, insecure=True).resolve().allow_runtime_lora_updating is False
     with pytest.raises(ConfigFault, match="--admin-key"):
         ServerSettings(host=host, allow_runtime_lora_updating=True, api_key="k").resolve()
     settings = ServerSettings(host=host, allow_runtime_lora_updating=True, admin_key="a").resolve()
@@ -35,7 +35,9 @@ def test_other_hosts_need_an_admin_key_to_update_adapters(host: str) -> None:
         ({"auth": ":secret"}, "--auth"),
         ({"auth": "ana:"}, "--auth"),
         ({"api_key": "same", "admin_key": "same"}, "--admin-key"),
-        ({"max_queue": 0}, "--max-queue"),
+        ({"max_queued_requests": 0}, "--max-queued-requests"),
+        ({"request_timeout": -1.0}, "--request-timeout"),
+        ({"request_timeout": float("nan")}, "--request-timeout"),
         ({"drain_seconds": -1.0}, "--drain-seconds"),
         ({"log_level": "loud"}, "--log-level"),
         ({"root_path": "/a b"}, "--root-path"),

@@ -37,7 +37,7 @@ class Source:
 
 def noted_answer(aborted: list[str]) -> Answer:
     answer = Answer("request-1", Receipt(None, None, "base"), [1, 2, 3])
-    answer.bind_abort(lambda: aborted.append(answer.request_id))
+    answer.bind_abort(lambda _: aborted.append(answer.request_id))
     return answer
 
 

@@ -1,0 +1,135 @@
+"""Lets prompts into the engine: how many may wait, and how long an answer may take.
+
+One for a server, whoever asks. Knows nothing of credentials or routes. Used by `service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.errors import Overloaded, RequestTimeout
+
+if TYPE_CHECKING:
+    from api.settings import ServerSettings
+    from engine.answer import Answer
+    from engine.engine import Engine
+    from engine.intake import HeldRoute
+    from engine.request import Prompt, SamplingParams
+
+
+class Admission:
+    """The way in, with its two bounds: `--max-queued-requests` and `--request-timeout`."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self._engine = engine
+        self._max_queued = settings.max_queued_requests
+        self._timeout_s = settings.request_timeout or None
+        self._num_starting = 0  # answers whose prompts are still being prepared; touched on the event loop alone
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers that have been asked for and have not begun."""
+        return self._engine.stats().num_waiting + self._num_starting
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next request would be refused."""
+        return self.num_waiting >= self._max_queued
+
+    def check_room(self) -> None:
+        """Raise `Overloaded` where too many wait already."""
+        if self.is_full:
+            raise Overloaded(f"{self.num_waiting} requests are waiting already; try again in a moment.")
+
+    async def start(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        model: str | None,
+        lora: str | None,
+        n: int,
+        request_id: str | None,
+        held: HeldRoute | None = None,
+    ) -> list[Answer]:
+        """Start `n` answers; each ends with `RequestTimeout` where it takes too long, counted from now.
+
+        Raises:
+            Overloaded: too many wait already.
+            RequestTimeout: the answers could not even be started in time.
+        """
+        self.check_room()
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        starting = self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id, held=held)
+        try:
+            answers = await asyncio.wait_for(starting, self._timeout_s)
+        except asyncio.TimeoutError:
+            raise self._too_slow() from None
+        if self._timeout_s is not None:
+            for answer in answers:
+                timer = loop.call_at(began_at + self._timeout_s, answer.expire, self._too_slow())
+                answer.on_end(partial(_cancel, loop, timer.cancel))
+        return answers
+
+    async def _start(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        model: str | None,
+        lora: str | None,
+        n: int,
+        request_id: str | None,
+        held: HeldRoute | None = None,
+    ) -> list[Answer]:
+        self._num_starting += n
+        try:
+            # May wait for a source of adapters: a client who leaves meanwhile leaves nothing behind.
+            if held is None:
+                await self._engine.find_adapters(model, lora)
+        except BaseException:
+            self._has_started(n)
+            raise
+        starting = asyncio.ensure_future(
+            self._engine.start(
+                prompt,
+                sampling,
+                model=model,
+                lora=lora,
+                request_id=request_id,
+                n=n,
+                held=None if held is None else held.fork(),
+            )
+        )
+        starting.add_done_callback(lambda _: self._has_started(n))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # Its worker thread cannot be interrupted: let it end, then free what nobody waits for.
+            starting.add_done_callback(_abort_unclaimed)
+            raise
+
+    def _has_started(self, n: int) -> None:
+        self._num_starting -= n
+
+    def _too_slow(self) -> RequestTimeout:
+        return RequestTimeout(
+            f"The answer took longer than {self._timeout_s:g} seconds; ask for less, or start the server with a larger "
+            "--request-timeout."
+        )
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, cancel: Callable[[], None], _answer: Answer) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and its timers with it
+        loop.call_soon_threadsafe(cancel)
+
+
+def _abort_unclaimed(starting: asyncio.Future[list[Answer]]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        for answer in starting.result():
+            answer.abort()
