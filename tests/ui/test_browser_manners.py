@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import tarfile
 from collections.abc import Callable
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -15,28 +13,13 @@ from playwright.sync_api import Page, expect
 from tests.ui.live import ChatPage, Live
 
 TABS = ("Chat", "Transcribe", "Compare", "Adapters", "Status")
-AXE = "axe-core@4.14.1"
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
 
 
 @pytest.fixture(scope="session")
-def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The source of axe-core, fetched for this run alone."""
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("npm is not installed, and axe-core comes from it")
-    folder = tmp_path_factory.mktemp("axe")
-    fetched = subprocess.run(
-        [npm, "pack", AXE, "--silent", "--pack-destination", str(folder)],
-        cwd=folder, capture_output=True, timeout=90, check=False,
-    )  # fmt: skip
-    archives = list(folder.glob("*.tgz"))
-    if fetched.returncode or not archives:
-        pytest.skip("axe-core cannot be fetched from npm")
-    with tarfile.open(archives[0]) as archive:
-        member = archive.extractfile("package/axe.min.js")
-        assert member is not None
-        return member.read().decode()
+def axe() -> str:
+    """The source of axe-core."""
+    return resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
 
 
 def violations(page: Page, axe: str) -> dict[str, list[str]]:
