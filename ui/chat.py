@@ -169,6 +169,7 @@ class ChatTab:
             answered = listen(self._streamed(prepare), **streaming)
             answered.then(self.settle, [self.conversation, self.kept], [*outputs, *kept], **DIRECT)
         self.composer.stop(self.stop, None, None, **DIRECT)
+        self.composer.change(self.attach, [self.composer, self.adapter], None, trigger_mode="once", **DIRECT)
         self.chatbot.undo(self.undo, self.conversation, outputs, **DIRECT)
         self.new.click(self.clear, self.conversation, outputs, **DIRECT)
         self.chatbot.clear(self.clear, self.conversation, outputs, **DIRECT)
@@ -286,6 +287,12 @@ class ChatTab:
         if lora not in (AUTO, NONE):
             await service.prefetch_adapter(lora)
         return await self._card(text, lora, request)
+
+    async def attach(self, message: dict[str, Any], lora: str, request: gr.Request) -> None:
+        """A file attached: the adapter that answers audio by itself is brought into memory before the message is sent."""
+        default = self._page.service.engine.default_mm_loras.get("audio")
+        if lora == AUTO and message["files"] and default is not None:
+            await self._page.service_for(request).prefetch_adapter(default)
 
     async def _card(self, text: Texts, lora: str, request: gr.Request) -> str:
         if lora in (AUTO, NONE):

@@ -102,6 +102,27 @@ def test_a_chosen_adapter_shows_its_card_and_is_fetched_before_it_is_asked_for(
     assert fetched == ["pirate"]
 
 
+def test_attached_audio_fetches_the_adapter_that_answers_it_by_itself(
+    chat: ChatPage, live: Live, monkeypatch: pytest.MonkeyPatch, tone: Path
+) -> None:
+    fetched: list[str] = []
+    has_fetched = threading.Event()
+
+    def fetch(name: str) -> None:
+        fetched.append(name)
+        has_fetched.set()
+
+    monkeypatch.setattr(live.engine, "prefetch", fetch)
+    chat.ask("only words")
+    assert fetched == []
+    chat.attach(tone)
+    assert has_fetched.wait(20) and set(fetched) == {"speech"}
+    chat.choose_adapter("Base model")
+    before = len(fetched)
+    chat.ask("and now?")
+    assert len(fetched) == before
+
+
 def test_a_wait_for_an_adapter_is_told_with_its_time(
     chat: ChatPage, live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
