@@ -185,8 +185,8 @@ def test_docs_describe_every_route_and_need_no_other_host(http: httpx.Client) ->
     document = http.get("/openapi.json").json()
     paths = {
         "/v1/models", "/v1/models/{model_id}", "/v1/chat/completions", "/v1/completions", "/v1/audio/transcriptions",
-        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters", "/v1/adapters/{name}", "/tokenize",
-        "/detokenize", "/health", "/health/ready", "/version", "/metrics",
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters", "/v1/adapters/{name}", "/v1/adapters/{name}/download",
+        "/tokenize", "/detokenize", "/health", "/health/ready", "/version", "/metrics",
     }  # fmt: skip
     assert document["paths"].keys() == paths
     references = [part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]]
