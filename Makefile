@@ -63,7 +63,14 @@ run: | $(RUN_STAMP)
 
 test: | $(DEV_STAMP)
 	@sh tests/install_browser.sh
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	@# The kernels' tests, which mostly interpret Triton, run beside the others; what they print comes last.
+	@$(BIN)/python -m pytest tests/kernels > $(VENV)/kernels.log 2>&1 & kernels=$$!; \
+	$(BIN)/python -m pytest --ignore=tests/kernels; others=$$?; \
+	wait $$kernels; status=$$?; cat $(VENV)/kernels.log; test $$others = 0 && test $$status = 0
+endif
 
 soak: | $(DEV_STAMP)
 	$(BIN)/python -m tests.soak $(ARGS)
