@@ -5,7 +5,10 @@ Shared by the long-run tests on the CPU and on a GPU.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,6 +104,8 @@ class Churn:
 def footprint(engine: Engine) -> dict[str, int]:
     """What is alive after all answers have ended. `tensors` and `rss_kb` may wobble a little, all else must not."""
     gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
     kinds = [type(thing) for thing in gc.get_objects()]
     stats, adapters = engine.stats(), engine.adapters.stats()
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
@@ -116,3 +121,11 @@ def footprint(engine: Engine) -> dict[str, int]:
         "adapters": adapters.num_adapters,
         "rss_kb": pages * 4,
     }
+
+
+def least_growth_kb(marks: Sequence[dict[str, int]]) -> int:
+    """The smallest growth of the process from one footprint to the next, in KiB.
+
+    The allocator takes and returns pages as it likes, now and then megabytes at once; what leaks grows every time.
+    """
+    return min(after["rss_kb"] - before["rss_kb"] for before, after in itertools.pairwise(marks))

@@ -44,7 +44,7 @@ BROWSER_FLAGS = (
     "--use-fake-device-for-media-stream",
 )
 START_S = 30.0
-CONTEXT_LEN = 384
+CONTEXT_LEN = 2048
 ANSWER_MS = 20_000
 
 
@@ -220,7 +220,9 @@ class ChatPage:
 
     def attach(self, *paths: Path) -> None:
         """Choose files, and wait until they are uploaded."""
-        self.page.get_by_test_id("file-upload").set_input_files([str(path) for path in paths])
+        with self.page.expect_file_chooser() as chooser:
+            self.page.get_by_test_id("upload-button").click()
+        chooser.value.set_files([str(path) for path in paths])
         expect(self.page.get_by_role("button", name="Remove file")).to_have_count(len(paths))
 
     def ask(self, text: str = "") -> str:

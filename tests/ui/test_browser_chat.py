@@ -30,7 +30,7 @@ def endless(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     start = live.service.start_chat
 
     async def start_endless(messages: Sequence[Message], sampling: SamplingParams, **keywords: Any) -> Any:
-        return await start(messages, dataclasses.replace(sampling, ignore_eos=True, max_tokens=300), **keywords)
+        return await start(messages, dataclasses.replace(sampling, ignore_eos=True, max_tokens=1000), **keywords)
 
     monkeypatch.setattr(live.service, "start_chat", start_endless)
 
@@ -282,7 +282,7 @@ def test_nothing_is_sent_without_content(chat: ChatPage, tmp_path: Path, sent: l
 def test_stop_ends_the_answer_and_frees_the_engine(chat: ChatPage, live: Live) -> None:
     chat.submit("Tell me a story")
     expect(chat.receipts).to_contain_text("answering", timeout=SOON_MS)
-    assert live.service.stats().num_running == 1
+    wait_for(chat.page, lambda: live.service.stats().num_running == 1)
     chat.stop_button.click()
     expect(chat.answers.last).to_contain_text("Stopped by you", timeout=SOON_MS)
     wait_until_idle(chat.page, live)
@@ -293,7 +293,7 @@ def test_stop_ends_the_answer_and_frees_the_engine(chat: ChatPage, live: Live) -
 def test_a_closed_tab_frees_the_engine(fresh_chat: ChatPage, live: Live, open_page: Callable[..., Page]) -> None:
     fresh_chat.submit("Tell me a story")
     expect(fresh_chat.receipts).to_contain_text("answering", timeout=SOON_MS)
-    assert live.service.stats().num_running == 1
+    wait_for(fresh_chat.page, lambda: live.service.stats().num_running == 1)
     fresh_chat.page.close()
     wait_until_idle(open_page(), live)
 
@@ -307,10 +307,10 @@ def test_two_visitors_are_answered_at_once_and_see_only_their_own(
     other.submit("Second visitor")
     for each in (chat, other):
         expect(each.receipts).to_contain_text("answering", timeout=SOON_MS)
-    assert live.service.stats().num_running == 2
+    wait_for(chat.page, lambda: live.service.stats().num_running == 2)
     chat.stop_button.click()
     expect(chat.answers.last).to_contain_text("Stopped by you", timeout=SOON_MS)
-    assert live.service.stats().num_running == 1
+    wait_for(chat.page, lambda: live.service.stats().num_running == 1)
     expect(other.questions).to_have_text(["Second visitor"], use_inner_text=True)
     other.stop_button.click()
     wait_until_idle(chat.page, live)
