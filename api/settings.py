@@ -21,6 +21,9 @@ ENVIRONMENT_PREFIX = "SWITCHBOARD_"
 ENVIRONMENT_ALIASES = {
     "api_key": "VLLM_API_KEY",
     "allow_runtime_lora_updating": "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    # Where Gradio's hosts, Hugging Face Spaces above all, tell an app to listen.
+    "host": "GRADIO_SERVER_NAME",
+    "port": "GRADIO_SERVER_PORT",
 }
 # The same for settings that take several items, each variable with what its text needs in front to be one.
 ENVIRONMENT_ITEMS = {

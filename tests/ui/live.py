@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import os
 import re
 import shutil
 import socket
 import struct
+import subprocess
 import threading
+import time
 import wave
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -21,7 +24,6 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from playwright.sync_api import Browser, Locator, Page, Playwright, expect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.app import create_app
 from api.service import Service
@@ -65,21 +67,6 @@ class Live:
         return self.service.engine
 
 
-class StripPrefix:
-    """A proxy's work: takes a prefix off each path before the server sees it, and knows nothing outside it."""
-
-    def __init__(self, app: ASGIApp, prefix: str) -> None:
-        self._app = app
-        self._prefix = prefix
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        path = scope["path"]
-        inside = path.removeprefix(self._prefix) if path.startswith(f"{self._prefix}/") else "/outside-the-prefix"
-        return await self._app({**scope, "path": inside, "raw_path": inside.encode()}, receive, send)
-
-
 def embedded_engine(adapter_dir: Path) -> Engine:
     """The embedded model with its adapters as `make run` starts it, with less memory and a shorter context."""
     adapters = [LoRAModule(name, str(EMBEDDED_ASSETS / "adapters" / name)) for name in ("speech", "sql", "pirate")]
@@ -97,20 +84,17 @@ def embedded_engine(adapter_dir: Path) -> Engine:
 
 
 @contextmanager
-def serving(engine: Engine, settings: ServerSettings, *, prefix: str = "") -> Iterator[Live]:
-    """Serve `engine` on a free port; `prefix` puts a prefix-stripping proxy in front."""
+def serving(engine: Engine, settings: ServerSettings) -> Iterator[Live]:
+    """Serve `engine` on a free port."""
     started: Future[Live] = Future()
 
     async def serve() -> None:
         # Built where a loop runs: without one, Gradio makes loops that it never closes.
         app = create_app(engine, settings)
         mount_ui(app, app.state.service, settings)
-        outermost: ASGIApp = StripPrefix(app, prefix) if prefix else app
-        config = uvicorn.Config(outermost, port=0, log_level="error", ws="none", timeout_graceful_shutdown=3)
+        config = uvicorn.Config(app, port=0, log_level="error", ws="none", timeout_graceful_shutdown=3)
         server = Server(config, lambda: started.set_result(live))
-        live = Live(
-            f"http://127.0.0.1:{{port}}{prefix}/", app, app.state.service, server, thread, asyncio.get_running_loop()
-        )
+        live = Live("http://127.0.0.1:{port}/", app, app.state.service, server, thread, asyncio.get_running_loop())
         await server.serve()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), name="live-server", daemon=True)
@@ -142,6 +126,58 @@ def stop(live: Live) -> None:
         live.loop.call_soon_threadsafe(end_sessions, live.app)
     live.server.should_exit = True
     live.thread.join(START_S)
+
+
+NGINX_CONFIG = """\
+daemon off;
+pid {folder}/pid;
+error_log {folder}/error.log;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+    server {{
+        listen 127.0.0.1:{port};
+        include {folder}/site.conf;
+    }}
+}}
+"""
+
+
+@contextmanager
+def behind_nginx(server: Live, site: Path, folder: Path) -> Iterator[str]:
+    """A real nginx in front of `server` with the locations of `site`; yields its address, without a path."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    conf = site.read_text(encoding="utf-8")
+    assert "http://127.0.0.1:7860/" in conf
+    (folder / "site.conf").write_text(conf.replace("http://127.0.0.1:7860/", server.url), encoding="utf-8")
+    (folder / "nginx.conf").write_text(NGINX_CONFIG.format(folder=folder, port=port), encoding="utf-8")
+    program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin") or "nginx"
+    command = [program, "-e", str(folder / "error.log"), "-p", str(folder), "-c", str(folder / "nginx.conf")]
+    with subprocess.Popen(command) as process:
+        try:
+            wait_until_listening(port)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def wait_until_listening(port: int) -> None:
+    """Wait until a program takes connections on a port of this machine."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def browser_path() -> str | None:

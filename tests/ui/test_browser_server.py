@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+import pytest
 from playwright.sync_api import Page, expect
 
 from api.settings import ServerSettings
 from engine import Engine
-from tests.ui.live import ChatPage, Live, serving, stop
+from tests.ui.live import ChatPage, Live, behind_nginx, serving, stop
 from ui.theme import CONTENT_SECURITY_POLICY
 
 EXIT_S = 8.0
+NGINX_SITE = Path(__file__).parents[2] / "deploy" / "nginx" / "studio.conf"
 
 
-def test_behind_a_proxy_that_strips_a_prefix_everything_works(
-    embedded: Engine, open_page: Callable[..., Page], tone: Path
+@pytest.mark.skipif(
+    shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin") is None,
+    reason="nginx is not installed (Debian: apt-get install nginx-light)",
+)
+def test_behind_nginx_under_a_path_everything_works_and_answers_stream(
+    embedded: Engine, open_page: Callable[..., Page], tone: Path, tmp_path: Path
 ) -> None:
-    with serving(embedded, ServerSettings(root_path="/studio").resolve(), prefix="/studio") as server:
+    settings = ServerSettings(root_path="/studio").resolve()
+    with serving(embedded, settings) as server, behind_nginx(server, NGINX_SITE, tmp_path) as address:
         page = open_page()
         failed: list[str] = []
         page.on("response", lambda response: failed.append(response.url) if response.status >= 400 else None)
-        chat = ChatPage(page).open(server.url)
+        # Without the slash, nginx sends on to the right address.
+        chat = ChatPage(page).open(f"{address}/studio")
+        assert page.url.startswith(f"{address}/studio/")
         chat.attach(tone)
         assert chat.ask().startswith("speech ")
         page.get_by_role("tab", name="Adapters").click()
         expect(page.locator("#adapters-table")).to_contain_text("speech")
         assert failed == []
+
+        question = {"model": "tiny-speech", "prompt": "once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/studio/v1/completions", json=question, timeout=60) as answer:
+            pieces = list(answer.iter_raw())
+        assert b"".join(pieces).rstrip().endswith(b"[DONE]")
+        assert len(pieces[0]) < 2_000, "nginx kept the beginning back"
+        assert httpx.get(f"{address}/v1/models").status_code in (403, 404)  # nginx itself
 
 
 def test_without_a_login_nothing_of_the_page_is_served(embedded: Engine, open_page: Callable[..., Page]) -> None:
