@@ -138,9 +138,7 @@ def _estimate(arguments: argparse.Namespace) -> int:
         known = ", ".join(sorted({site.name.rpartition(".")[2] for site in sites}))
         sys.stderr.write(f"--target-modules names no layer of {base.name}; it has {known}.\n")
         return 2
-    rows = estimate(
-        touched, sites, arguments.ranks, num_slots=arguments.max_loras, base_bytes=base.num_bytes, dtype=base.dtype
-    )
+    rows = estimate(touched, surface, arguments.ranks, num_slots=arguments.max_loras, base_bytes=base.num_bytes)
     title = f"{base.name}: {_size(base.num_bytes)} in {str(base.dtype).removeprefix('torch.')}, {len(touched)} layers"
     sys.stdout.write("\n".join([title, *estimate_table(rows, arguments.max_loras)]) + "\n")
     return 0

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from adapters.__main__ import main
 from adapters.report import AdapterReport
 from adapters.weights import read_adapter
+from engine.lora_embedding import EmbeddingLora
 from engine.lora_layers import LoraBuffers
 from engine.model import load_model, outline_model
 from kernels import LoraMetadata
@@ -166,7 +167,11 @@ def test_the_estimate_is_what_files_and_buffers_take(
         part: LoraMetadata(8, 3, torch.device("cpu"), max_columns=18, max_in=128) for part in ("decoder", "head")
     }
     buffers = LoraBuffers(loaded.model, surface.linears, metadata, num_slots=3, max_rank=6, dtype=torch.bfloat16)
-    assert f"{buffers.num_bytes / 1000:.3g} kB" in text.splitlines()[-1]
+    embedding = EmbeddingLora(
+        loaded.embedding_name, loaded.decoder.get_input_embeddings(), metadata["decoder"], num_slots=3, max_rank=6,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert f"{(buffers.num_bytes + embedding.num_bytes) / 1000:.3g} kB" in text.splitlines()[-1]
     assert main(["estimate", str(base), "--target-modules", "nothing"]) == 2
     assert "it has down_proj" in capsys.readouterr().err
 
