@@ -119,6 +119,7 @@ def _report_lines(report: AdapterReport) -> list[str]:
         f"types       {stored} in the files, {report.dtype} served",
         f"memory      {_size(report.num_bytes)} on the GPU",
         f"digest      {report.digest}",
+        *([] if report.card is None else [f"card        {report.card['description'] or 'without a description'}"]),
         "modules     count  rank       scale",
     ]
     for group in report.groups:

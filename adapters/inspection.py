@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from adapters.card import read_card
 from adapters.errors import AdapterRefused
 from adapters.folder import AdapterFolder
+from adapters.intake import with_card
 from adapters.keys import TensorKey, split_key
 from adapters.landing import pair_up, short_model_name
 from adapters.mlx import is_mlx_config
@@ -70,7 +72,7 @@ def _inspect(folder: Path, surface: ModelSurface | None, base: str | None) -> In
     name = f"{kind} {version}" if kind == "PEFT" and isinstance(version, str) else kind
     try:
         plan = check_adapter(folder, target)
-        report = read_adapter(folder, target).report
+        report = with_card(read_adapter(folder, target).report, read_card(folder))
     except AdapterRefused as error:
         return Inspection(name, base, None, error.reasons)
     if surface is None:

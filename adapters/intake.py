@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from adapters.card import AdapterCard, read_card
 from adapters.catalog import CatalogRow
 from adapters.errors import AdapterError, AdapterFilesNotFound, AdapterRefused, StorageFull
 from adapters.generation import Generation
@@ -61,15 +62,32 @@ def judge_upload(
         return UploadReport(is_ok=False, errors=[error.message], code=error.code), None
     try:
         generation = read_generation(folder, surface)
+        card = read_card(folder)
     except AdapterError as error:
         errors = error.reasons if isinstance(error, AdapterRefused) else [error.message]
         return UploadReport(False, errors, error.code, unpacked.files, unpacked.ignored), None
-    report = UploadReport(True, [], None, unpacked.files, unpacked.ignored, generation.report.to_dict())
-    return report, generation
+    found = with_card(generation.report, card)
+    return UploadReport(True, [], None, unpacked.files, unpacked.ignored, found.to_dict()), generation
+
+
+def with_card(report: AdapterReport, card: AdapterCard | None) -> AdapterReport:
+    """A report that tells of this card: equal tensors may lie beside different ones."""
+    return replace(report, card=None if card is None else card.to_dict())
+
+
+def card_of(report: AdapterReport) -> AdapterCard | None:
+    """The card that a report tells of."""
+    return None if report.card is None else AdapterCard.from_dict(report.card)
 
 
 def new_entry(
-    name: str, source: str, located: Located, generation: Generation, base_model_name: str | None = None
+    name: str,
+    source: str,
+    located: Located,
+    generation: Generation,
+    base_model_name: str | None = None,
+    *,
+    card: AdapterCard | None = None,
 ) -> AdapterEntry:
     """The record of a name that points to content that was just read; its files are given back when it is gone."""
     return AdapterEntry(
@@ -81,7 +99,7 @@ def new_entry(
         created=time.time(),
         base_model_name=base_model_name,
         digest=generation.digest,
-        report=generation.report,
+        report=with_card(generation.report, card),
     )
 
 

@@ -29,7 +29,7 @@ from adapters.files import write_zip
 from adapters.flights import Flights
 from adapters.generation import GenerationHandle
 from adapters.history import History
-from adapters.intake import about, judge_upload, new_entry, restored_entry
+from adapters.intake import about, card_of, judge_upload, new_entry, restored_entry
 from adapters.located import Located
 from adapters.locks import KeyedLocks
 from adapters.names import check_name
@@ -130,7 +130,10 @@ class AdapterManager:
                     self._reader.located(path) as located,
                     self._read(name, located.folder, "path") as content,
                 ):
-                    entry = new_entry(name, source or located.source, located, content.generation, base_model_name)
+                    card = self._reader.card(located.folder)
+                    entry = new_entry(
+                        name, source or located.source, located, content.generation, base_model_name, card=card
+                    )
                     self._swap(entry, is_pinned=pinned, load_ms=content.load_ms)
         return self._describe(entry)
 
@@ -404,7 +407,10 @@ class AdapterManager:
             if not self._registry.is_current(target):
                 kind = "path" if target.version is None else "upload"
                 with about(name), self._read(name, target.folder, kind, digest=generation) as content:
-                    entry = new_entry(name, target.source, target.located, content.generation, target.base_model_name)
+                    card = card_of(target.report) if target.report else self._reader.card(target.folder)
+                    entry = new_entry(
+                        name, target.source, target.located, content.generation, target.base_model_name, card=card
+                    )
                     entry.version = target.version
                     if entry.version is not None:
                         self._door.open().catalog.point(name, entry.version)
@@ -451,12 +457,14 @@ class AdapterManager:
     def _keep(self, name: str, folder: Path, content: GenerationHandle) -> AdapterEntry:
         """Make a checked upload durable, list it in the catalogue, and point the name to it."""
         vault, generation = self._door.open(), content.generation
+        card = self._reader.card(folder)
         previous = self._registry.find(name)
         is_pinned = previous is not None and previous.is_pinned
         version, source = vault.keep(folder), f"upload:{name}"
-        entry = new_entry(name, source, Located(vault.path(version), source), generation)
+        entry = new_entry(name, source, Located(vault.path(version), source), generation, card=card)
         entry.version = version
-        report = generation.report.to_dict()
+        assert entry.report is not None, "new content has a report"
+        report = entry.report.to_dict()
         row = CatalogRow(name, version, generation.digest, entry.source, None, report, entry.created, is_pinned)
         try:
             stale = vault.put(row)

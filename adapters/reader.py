@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from adapters.card import AdapterCard, read_card
 from adapters.errors import AdapterFilesNotFound
 from adapters.folder import is_under
 from adapters.generation import Generation
@@ -81,9 +82,17 @@ class Reader:
         `known_digest` is what the content was listed under before (see `read_generation`).
         """
         started = time.perf_counter()
-        is_own = self._own_root is not None and is_under(folder, [self._own_root])
-        roots = None if is_own else self._allowed_roots
+        roots = self._roots_of(folder)
         generation = read_generation(folder, self.surface, allowed_roots=roots, known_digest=known_digest)
         seconds = time.perf_counter() - started
         self._tally.count_load(kind, seconds)
         return generation, seconds * 1000.0
+
+    def card(self, folder: Path) -> AdapterCard | None:
+        """The card that lies in a folder; raises `AdapterRefused`."""
+        return read_card(folder, allowed_roots=self._roots_of(folder))
+
+    def _roots_of(self, folder: Path) -> Sequence[Path] | None:
+        """Where the links of a folder may lead; None for anywhere."""
+        is_own = self._own_root is not None and is_under(folder, [self._own_root])
+        return None if is_own else self._allowed_roots

@@ -85,6 +85,7 @@ class AdapterReport:
             every reported adapter fits.
         file_dtypes: how the files store the pairs -> number of tensors.
         groups: ranks and scales by kind of module.
+        card: `AdapterCard.to_dict()` of the card beside the tensors; None where there is none.
     """
 
     matched: int
@@ -107,6 +108,7 @@ class AdapterReport:
     base_match: str = "unnamed"
     file_dtypes: dict[str, int] = field(default_factory=dict)
     groups: list[ModuleGroup] = field(default_factory=list)
+    card: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; the keys of `ranks` and `scales` become strings."""
