@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from adapters.card import AdapterCard
 from engine.routing import AUTO, NONE
 from ui.receipt import mark_html, short_digest
 from ui.text import Texts
@@ -19,7 +20,7 @@ def rule_html(text: Texts, lora: str, defaults: Mapping[str, str]) -> str:
     if lora == NONE:
         return _sentence(text("card.none"))
     assert lora == AUTO
-    rules = [text("card.rule", media=media, name=name) for media, name in sorted(defaults.items())]
+    rules = [text("card.rule", media=text.media([media]), name=name) for media, name in sorted(defaults.items())]
     return _sentence(text("card.auto", rules="; ".join(rules)) if rules else text("card.auto_empty"))
 
 
@@ -27,8 +28,17 @@ def _sentence(words: str) -> str:
     return f"<p class='quiet'>{escape(words)}</p>"
 
 
-def adapter_card_html(text: Texts, info: AdapterInfo) -> str:
-    """The facts of one adapter; what is wrong with it stands first."""
+def card_of(info: AdapterInfo | None) -> AdapterCard | None:
+    """The card that the adapter brought along."""
+    card = None if info is None else info.report.get("card")
+    return None if card is None else AdapterCard.from_dict(card)
+
+
+def adapter_card_html(text: Texts, info: AdapterInfo, *, filled: Sequence[str] = (), kept: Sequence[str] = ()) -> str:
+    """The facts of one adapter; what is wrong with it stands first.
+
+    `filled` are the settings that its own card has filled in, `kept` those that a person wants otherwise.
+    """
     if info.error is not None:
         return f"<p class='trouble'>{escape(info.error)}</p>"
     facts = [
@@ -37,7 +47,7 @@ def adapter_card_html(text: Texts, info: AdapterInfo) -> str:
         ("modules", text("card.modules_value", count=info.num_modules, names=", ".join(info.target_modules))),
         ("size", text.size(info.num_bytes)),
         ("base", info.report.get("base_model") or ""),
-        ("default_for", text("receipt.and").join(info.default_for)),
+        ("default_for", text.media(info.default_for)),
         ("requests", str(info.num_requests)),
     ]
     cells = "".join(
@@ -46,5 +56,29 @@ def adapter_card_html(text: Texts, info: AdapterInfo) -> str:
     return (
         f"<section class='adapter-card' aria-label='{escape(info.name)}'><p class='answered-by'>{mark_html(info.name)}"
         f"<strong>{escape(info.name)}</strong><span class='chip plain'>{escape(text(f'adapters.state.{info.state}'))}</span>"
-        f"</p><dl>{cells}</dl></section>"
+        f"</p>{_own_words(text, card_of(info), filled, kept)}<dl>{cells}</dl></section>"
     )
+
+
+def _own_words(text: Texts, card: AdapterCard | None, filled: Sequence[str], kept: Sequence[str]) -> str:
+    """What the adapter's author says of it, with prompts to try and what became of the settings."""
+    if card is None:
+        return ""
+    parts = [f"<p class='about'>{escape(card.description)}</p>"] if card.description else []
+    if filled:
+        parts.append(_sentence(text("card.filled", settings=_settings(text, filled))))
+    if kept:
+        take = f"<button type='button' class='link' data-act='take_card'>{escape(text('card.take'))}</button>"
+        parts.append(f"<p class='quiet'>{escape(text('card.kept', settings=_settings(text, kept)))} {take}</p>")
+    if card.examples:
+        buttons = "".join(
+            f"<button type='button' class='plain' data-prompt='{escape(example.prompt)}'>{escape(example.title)}</button>"
+            for example in card.examples
+        )
+        heading = escape(text("card.examples"))
+        parts.append(f"<div class='prompts' role='group' aria-label='{heading}'><h3>{heading}</h3>{buttons}</div>")
+    return "".join(parts)
+
+
+def _settings(text: Texts, names: Sequence[str]) -> str:
+    return ", ".join(text(f"card.setting.{name}") for name in names)

@@ -1,4 +1,4 @@
-"""A conversation as the server keeps it: turns with their audio and the true record of each answer.
+"""A conversation as the server keeps it: turns with their media and the true record of each answer.
 
 Owns what goes to the model (`messages`) and what the chat shows (`display`), both derived from the same turns, so that
 receipts and error rows can never reach the model. Knows nothing of the engine or of Gradio's components, only of the
@@ -8,11 +8,13 @@ message dictionaries that a chat display takes. Called by `ui/chat`.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.request import AudioPart, Message, TextPart
+from engine.request import Message, TextPart
+from ui.media import Attachment, attachments, joined
 from ui.receipt import Reply, plain, receipt_details, receipt_line, receipt_title
 from ui.text import Texts
 
@@ -22,7 +24,7 @@ class Turn:
     """What the user sent, and the answer to it once there is one."""
 
     text: str
-    audio: tuple[Path, ...] = ()
+    media: tuple[Attachment, ...] = ()
     reply: Reply | None = None
     # Names of media that a conversation from the browser's history no longer has.
     lost_media: tuple[str, ...] = ()
@@ -35,11 +37,16 @@ class Turn:
         return self.reply is None or self.reply.phase != "failed"
 
     def user_message(self) -> Message:
-        """The user's half, audio first."""
-        if not self.audio:
+        """The user's half, media first."""
+        if not self.media:
             return Message("user", self.text)
-        parts: list[AudioPart | TextPart] = [AudioPart(path, param=path.name) for path in self.audio]
+        parts = [attached.part() for attached in self.media]
         return Message("user", [*parts, TextPart(self.text)] if self.text else parts)
+
+    @property
+    def media_names(self) -> list[str]:
+        """File names of what was attached, also of what is no longer there."""
+        return [*(attached.path.name for attached in self.media), *self.lost_media]
 
 
 @dataclass
@@ -48,12 +55,15 @@ class Conversation:
 
     turns: list[Turn] = field(default_factory=list)
     key: str = ""
+    # What `remove` took out last, and from where; gone as soon as the conversation goes on.
+    removed: tuple[int, Turn] | None = None
 
-    def begin(self, text: str, audio: tuple[Path, ...]) -> None:
+    def begin(self, text: str, files: Sequence[Path]) -> None:
         """Add a turn; its answer is made by `open_reply`. The first one gives the conversation a new key."""
         if not self.turns and not self.key:
             self.key = uuid.uuid4().hex
-        self.turns.append(Turn(text, audio))
+        self.turns.append(Turn(text, attachments(files)))
+        self.removed = None
 
     def messages(self, system: str = "") -> list[Message]:
         """What the model gets: each turn with its answer, failed ones left out, and the last one, which waits for its answer."""
@@ -69,8 +79,11 @@ class Conversation:
     def open_reply(self) -> Reply:
         """Give the last turn an empty answer; call after `messages`."""
         turn = self.turns[-1]
-        has_audio = any(earlier.audio for earlier in self.turns if earlier is turn or earlier.is_in_prompt)
-        turn.reply = Reply(has_new_audio=bool(turn.audio), has_audio=has_audio)
+        in_prompt = [earlier for earlier in self.turns if earlier is turn or earlier.is_in_prompt]
+        turn.reply = Reply(
+            new_media=joined([attached.modality for attached in turn.media]),
+            media=joined([attached.modality for earlier in in_prompt for attached in earlier.media]),
+        )
         return turn.reply
 
     def last_reply(self) -> Reply | None:
@@ -80,13 +93,26 @@ class Conversation:
     def clear(self) -> None:
         """Begin anew."""
         self.turns.clear()
-        self.key = ""
+        self.key, self.removed = "", None
 
     def cut(self, turn_index: int) -> Turn:
         """Remove a turn and all that follow it; returns the removed turn."""
         turn = self.turns[turn_index]
         del self.turns[turn_index:]
+        self.removed = None
         return turn
+
+    def remove(self, turn_index: int) -> None:
+        """Take out one turn, question and answer, until `restore`; nothing for a place where there is none."""
+        if 0 <= turn_index < len(self.turns):
+            self.removed = turn_index, self.turns.pop(turn_index)
+
+    def restore(self) -> None:
+        """Put back what `remove` took out last."""
+        if self.removed is not None:
+            turn_index, turn = self.removed
+            self.turns.insert(turn_index, turn)
+            self.removed = None
 
     def turn_at(self, message_index: int) -> int:
         """The turn that owns the message at a place in `display`."""
@@ -112,7 +138,7 @@ def _num_messages(turn: Turn) -> int:
 
 
 def _user_row(text: Texts, turn: Turn) -> dict[str, Any]:
-    files: list[Any] = [{"path": str(path), "alt_text": path.name} for path in turn.audio]
+    files: list[Any] = [{"path": str(each.path), "alt_text": each.path.name} for each in turn.media]
     files += [text("history.lost_media", name=name) for name in turn.lost_media]
     return {"role": "user", "content": [*files, turn.text] if turn.text else files}
 

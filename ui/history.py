@@ -36,7 +36,7 @@ def to_record(conversation: Conversation) -> Record:
         "turns": [
             {
                 "text": turn.text,
-                "media": [path.name for path in turn.audio] + list(turn.lost_media),
+                "media": turn.media_names,
                 "reply": asdict(turn.reply) if turn.reply is not None else None,
             }
             for turn in conversation.turns
@@ -60,7 +60,7 @@ def _turn(record: Record) -> Turn:
 def _reply(record: Record | None) -> Reply | None:
     if record is None:
         return None
-    values: dict[str, Any] = {name: kind(record[name]) for name, kind in _REPLY_FIELDS.items()}
+    values: dict[str, Any] = {name: kind(record[name]) for name, kind in _REPLY_FIELDS.items() if name in record}
     reply = Reply(**values)
     if reply.phase not in FINAL_PHASES:
         reply.phase = "stopped"
@@ -120,7 +120,7 @@ def history_html(text: Texts, records: Sequence[Record], current: str) -> str:
 
 def _title(text: Texts, conversation: Conversation) -> str:
     first = conversation.turns[0]
-    words = " ".join(first.text.split()) or ", ".join([*(path.name for path in first.audio), *first.lost_media])
+    words = " ".join(first.text.split()) or ", ".join(first.media_names)
     return words[:TITLE_LENGTH] + ("…" if len(words) > TITLE_LENGTH else "") or text("history.untitled")
 
 
@@ -143,8 +143,8 @@ def to_markdown(text: Texts, conversation: Conversation) -> str:
     """The conversation for people: questions, answers, and below each answer what its receipt says."""
     blocks = []
     for turn in conversation.turns:
-        media = [path.name for path in turn.audio] + list(turn.lost_media)
-        blocks.append(f"## {text('history.you')}\n\n" + "\n\n".join([*(f"[{name}]" for name in media), turn.text]))
+        media = [f"[{name}]" for name in turn.media_names]
+        blocks.append(f"## {text('history.you')}\n\n" + "\n\n".join([*media, turn.text]))
         if turn.reply is not None:
             receipt = "\n".join(f"- {label}: {value}" for label, value in detail_rows(text, turn.reply))
             name = turn.reply.receipt.name if turn.reply.receipt else None

@@ -1,24 +1,32 @@
-"""Whether a message can be sent at all, told before anything reaches the engine. Called by `ui/chat`."""
+"""Whether a message can be sent at all, told before anything reaches the engine. Called by `ui/openings`."""
 
 from __future__ import annotations
 
 import wave
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from ui.media import attachments, media_kind
 from ui.text import Texts
 
 WAV_HEADER_BYTES = 44
 
 
-def message_problem(text: Texts, words: str, audio: Sequence[Path]) -> str | None:
-    """Why a message cannot be sent; None if it can. Decoding itself is the engine's work."""
-    if not words and not audio:
-        return text("chat.empty_message")
-    for path in audio:
-        if is_silent_file(path):
+def message_problem(text: Texts, words: str, files: Sequence[Path], modalities: Collection[str]) -> str | None:
+    """Why a message cannot be sent to a model that takes these media; None if it can. Decoding itself is the engine's work."""
+    if not words and not files:
+        return text(f"chat.nothing_{media_kind(modalities)}")
+    for attached in attachments(files):
+        if attached.modality not in modalities:
+            return text(f"attach.no_{attached.modality}", name=attached.path.name, taken=media_taken(text, modalities))
+        if attached.modality == "audio" and is_silent_file(attached.path):
             return text("chat.empty_recording")
     return None
+
+
+def media_taken(text: Texts, modalities: Collection[str]) -> str:
+    """What the model takes, in words: `text and audio`."""
+    return text.media(["text", *sorted(modalities)])
 
 
 def is_silent_file(path: Path) -> bool:

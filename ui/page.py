@@ -65,9 +65,14 @@ class Page:
         return gr.I18n(**({language.split("-")[0]: table for language, table in tables.items()} | tables))
 
     @property
+    def modalities(self) -> frozenset[str]:
+        """The media that the model takes."""
+        return frozenset(self.service.engine.modalities)
+
+    @property
     def takes_audio(self) -> bool:
         """Whether the model hears."""
-        return "audio" in self.service.engine.modalities
+        return "audio" in self.modalities
 
     def service_for(self, request: gr.Request) -> Service:
         """The service as it is for this visitor: with the adapters of the visitor's key alone."""

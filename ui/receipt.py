@@ -40,8 +40,9 @@ class Reply:
     first_token_s: float | None = None
     generation_s: float = 0.0
     finish_reason: FinishReason | None = None
-    has_new_audio: bool = False
-    has_audio: bool = False
+    # Modalities of the message, and of the whole prompt: `audio+image`.
+    new_media: str = ""
+    media: str = ""
     # The adapter that will probably answer, and how long the answer has been without a receipt (seconds).
     expected: str = ""
     waited_s: float = 0.0
@@ -75,16 +76,27 @@ def reason_in_words(text: Texts, reply: Reply) -> str:
     assert receipt is not None
     kind, _, rest = receipt.reason.partition(":")
     if kind == "default":
-        media = rest.replace("+", text("receipt.and"))
-        key = "receipt.reason.default_new" if reply.has_new_audio else "receipt.reason.default_old"
-        return text(key, media=media, name=receipt.name or "")
+        decisive = rest.split("+")
+        return text(
+            f"receipt.reason.default_{_age(reply, decisive)}", media=text.media(decisive), name=receipt.name or ""
+        )
     if kind == "conflict":
-        claims = (claim.partition("=") for claim in rest.split(","))
-        phrases = [text("receipt.reason.claim", media=media, name=name) for media, _, name in claims]
-        return text("receipt.reason.conflict", claims=", ".join(phrases))
+        claims = [(media, name) for media, _, name in (claim.partition("=") for claim in rest.split(","))]
+        phrases = [text("receipt.reason.claim", media=text.media([media]), name=name) for media, name in claims]
+        return text("receipt.reason.conflict", claims=text("receipt.and").join(phrases))
     if kind == "base":
-        return text("receipt.reason.base_audio" if reply.has_audio else "receipt.reason.base")
+        return (
+            text("receipt.reason.base_media", media=text.media(reply.media.split("+")))
+            if reply.media
+            else text("receipt.reason.base")
+        )
     return text(f"receipt.reason.{kind}") if kind in ("explicit", "opt-out") else receipt.reason
+
+
+def _age(reply: Reply, modalities: list[str]) -> str:
+    """Whether the media that decided came with the message, stand in earlier ones, or both."""
+    new = set(reply.new_media.split("+")) & set(modalities)
+    return "old" if not new else "new" if new == set(modalities) else "both"
 
 
 def status_in_words(text: Texts, reply: Reply) -> str:
@@ -115,8 +127,8 @@ def figures(text: Texts, reply: Reply) -> list[str]:
 def receipt_title(text: Texts, reply: Reply) -> str:
     """The name in bold above an answer (Markdown)."""
     if reply.receipt is None:
-        key = "preparing_audio" if reply.phase == "preparing" and reply.has_new_audio else reply.phase
-        waiting = text(f"phase.{key}", name=plain(reply.expected))
+        key = "preparing_media" if reply.phase == "preparing" and reply.new_media else reply.phase
+        waiting = text(f"phase.{key}", name=plain(reply.expected), media=text.media(reply.new_media.split("+")))
         return f"{waiting} {text.duration(reply.waited_s)}" if reply.waited_s else waiting
     return f"{mark_html(reply.receipt.name)}{plain(reply.receipt.name or text('receipt.base'))}"
 

@@ -7,7 +7,7 @@ given one `Texts`; a key that is missing is a `KeyError` at once, and a test loo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ui.text_en import ENGLISH
@@ -26,6 +26,10 @@ class Texts:
     def __call__(self, key: str, **values: object) -> str:
         """The phrase of `key` with its placeholders filled in; raises `KeyError` for a key that does not exist."""
         return self.phrases[key].format(**values)
+
+    def media(self, modalities: Iterable[str]) -> str:
+        """`audio and images`: modalities in words; one that has none keeps its name."""
+        return self("receipt.and").join(self.phrases.get(f"media.{each}", each) for each in modalities)
 
     def size(self, num_bytes: int) -> str:
         """`1.5 MB`: bytes for people, in powers of 1000 as disks count."""

@@ -18,6 +18,13 @@ from ui.text import LANGUAGES, Texts
 LOGO = EMBEDDED_ASSETS / "logo.svg"
 STYLE_SHEET = EMBEDDED_ASSETS / "css" / "app.css"
 SCRIPT = EMBEDDED_ASSETS / "js" / "app.js"
+CHAT_SCRIPT = EMBEDDED_ASSETS / "js" / "chat.js"
+SCRIPT_WORDS = (
+    "chat.composer", "adapters.cancel", "status.copied",
+    "media.text", "media.audio", "media.image", "receipt.and", "attach.no_image", "attach.no_audio", "attach.no_file",
+    "turn.delete",
+    "mic.insecure", "mic.unsupported", "mic.missing", "mic.denied", "mic.file", "mic.recording", "mic.stop", "mic.cancel",
+)  # fmt: skip
 # Gradio's templates and event scripts need 'unsafe-inline' and 'unsafe-eval'; images of other hosts are what must stay out,
 # because a model's answer can name one.
 CONTENT_SECURITY_POLICY = (
@@ -103,13 +110,12 @@ def make_theme() -> gr.themes.Base:
 
 def page_head(text: Texts) -> str:
     """What goes into the page's head: the styles, and the script with its words."""
-    keys = ("chat.composer", "mic.insecure", "mic.missing", "mic.denied", "adapters.cancel", "status.copied")
-    words = {language: {key: table[key] for key in keys} for language, table in LANGUAGES.items()}
+    words = {language: {key: table[key] for key in SCRIPT_WORDS} for language, table in LANGUAGES.items()}
     script_words = json.dumps(words).replace("<", "\\u003c")
     return (
         f"<meta name='description' content='{escape(text('app.subtitle'))}'>"
         f"<style>{_read(STYLE_SHEET)}</style>"
-        f"<script>window.switchboardWords = {script_words};\n{_read(SCRIPT)}</script>"
+        f"<script>window.switchboardWords = {script_words};\n{_read(SCRIPT)}\n{_read(CHAT_SCRIPT)}</script>"
     )
 
 

@@ -25,7 +25,7 @@ class Transcript:
     """One transcript as it grows; `partial` is the text of the segment that is being written, times are in seconds."""
 
     lora: str
-    reply: Reply = field(default_factory=lambda: Reply(has_new_audio=True, has_audio=True))
+    reply: Reply = field(default_factory=lambda: Reply(new_media="audio", media="audio"))
     segments: list[TranscriptSegment] = field(default_factory=list)
     partial: str = ""
     duration_s: float = 0.0

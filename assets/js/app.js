@@ -1,5 +1,5 @@
-// What the page does by itself: the theme button, following a growing answer, microphone hints, confirmations.
-// Words come from window.switchboardWords, which the server fills in.
+// What the page does by itself: the theme button, following a growing answer, confirmations. The Chat tab's
+// own script is chat.js. Words come from window.switchboardWords, which the server fills in.
 (() => {
   // The browser's first language that there are words for; all its regions share them.
   const tables = window.switchboardWords;
@@ -51,22 +51,6 @@
     new ResizeObserver(toEnd).observe(log.firstElementChild || log);
   }
 
-  // Gradio's recorder says nothing when the browser gives it no microphone.
-  async function microphoneProblem() {
-    if (!isSecureContext || !navigator.mediaDevices) return words["mic.insecure"];
-    try {
-      const permission = await navigator.permissions.query({ name: "microphone" });
-      if (permission.state === "denied") return words["mic.denied"];
-    } catch { /* The browser cannot be asked; it will ask by itself. */ }
-    const devices = await navigator.mediaDevices.enumerateDevices();
-    return devices.some((device) => device.kind === "audioinput") ? "" : words["mic.missing"];
-  }
-  async function hintAtMicrophone() {
-    const problem = await microphoneProblem();
-    const place = document.getElementById("microphone-hint");
-    if (place) place.textContent = problem;
-  }
-
   // Names for the few controls that Gradio leaves without one.
   function nameControls() {
     document.querySelector("#composer textarea:not([aria-label])")?.setAttribute("aria-label", words["chat.composer"]);
@@ -76,46 +60,6 @@
       arrow.setAttribute("aria-hidden", "true");
       arrow.setAttribute("tabindex", "-1");
     }
-  }
-
-  // A person's words as typed, beside Gradio's Markdown of them, which the style sheet hides; the label holds the source.
-  const LABEL_START = "user's message: ";
-  function showTyped() {
-    for (const markdown of document.querySelectorAll('#chatbot [data-testid="user"] .md')) {
-      const label = markdown.closest("[data-testid]").getAttribute("aria-label") || "";
-      const source = label.startsWith(LABEL_START) ? label.slice(LABEL_START.length) : markdown.innerText;
-      let typed = markdown.parentElement.querySelector(".typed");
-      if (!typed) {
-        typed = document.createElement("div");
-        typed.className = "typed";
-        markdown.after(typed);
-      }
-      if (typed.textContent !== source) typed.textContent = source;
-    }
-  }
-
-  // Files may be dropped anywhere beside the composer too, which takes or refuses them as its own.
-  const composerInput = () => document.querySelector('#composer [data-testid="file-upload"]');
-  const missesComposer = (event) =>
-    event.dataTransfer?.types.includes("Files") && composerInput() && event.target instanceof Element
-    && event.target.closest("#chat-row") && !event.target.closest("#composer");
-  const setDropping = (isOver) => document.getElementById("chat-row")?.classList.toggle("dropping", isOver);
-  function dragOver(event) {
-    const isMissing = Boolean(missesComposer(event));
-    setDropping(isMissing);
-    if (!isMissing) return;
-    event.preventDefault();
-    event.dataTransfer.dropEffect = "copy";
-  }
-  function dropped(event) {
-    setDropping(false);
-    if (!missesComposer(event)) return;
-    event.preventDefault();
-    event.stopPropagation();
-    const files = new DataTransfer();
-    for (const file of event.dataTransfer.files) files.items.add(file);
-    const drop = new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true });
-    document.querySelector("#composer textarea").dispatchEvent(drop);
   }
 
   // A segment's time plays that stretch of the recording; a second press, or its end, stops it.
@@ -181,28 +125,23 @@
     });
   }
 
-  window.switchboard = { confirm: confirmAction };
+  // `onChange` runs whenever the page has changed; `words` are those of the visitor's language.
+  window.switchboard = { confirm: confirmAction, words, onChange: [] };
 
   addEventListener("click", (event) => {
     if (event.target.closest("[data-theme-toggle]")) toggleTheme();
-    if (event.target.closest('#composer [data-testid="microphone-button"]')) hintAtMicrophone();
     const time = event.target.closest("[data-play-from]");
     if (time) playSegment(time);
     const copy = event.target.closest("button[data-copy]");
     if (copy) copyCode(copy);
   }, true);
 
-  addEventListener("dragenter", dragOver, true);
-  addEventListener("dragover", dragOver, true);
-  addEventListener("dragleave", (event) => { if (!event.relatedTarget) setDropping(false); }, true);
-  addEventListener("drop", dropped, true);
-
   const watch = () => {
     const log = document.querySelector('#chatbot [role="log"]');
     if (log) follow(log);
     nameControls();
-    showTyped();
     fillAddresses();
+    for (const run of window.switchboard.onChange) run();
   };
   whenReady(() => {
     keepTheme();

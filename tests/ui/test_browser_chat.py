@@ -263,7 +263,7 @@ def test_a_page_without_microphone_says_what_to_do(open_page: Callable[..., Page
     page.add_init_script("navigator.mediaDevices.enumerateDevices = async () => []")
     chat = ChatPage(page).open(live.url)
     page.get_by_test_id("microphone-button").click()
-    expect(page.locator("#microphone-hint")).to_contain_text("No microphone was found")
+    expect(page.locator("#attach-hint")).to_contain_text("No microphone was found")
     expect(chat.box).to_be_visible()
 
 

@@ -46,7 +46,7 @@ def test_a_failed_turn_is_shown_but_not_sent() -> None:
     assert [message.content for message in conversation.messages()] == ["One", "1", "Three", "3", "Four"]
     shown = str(conversation.display(Texts()))
     assert "half an ans" in shown and "The clip is broken." in shown
-    assert not conversation.open_reply().has_audio
+    assert conversation.open_reply().media == ""
 
 
 def test_a_stopped_or_silent_answer_keeps_its_place_so_that_roles_alternate() -> None:
@@ -59,7 +59,7 @@ def test_a_stopped_or_silent_answer_keeps_its_place_so_that_roles_alternate() ->
 def test_a_retried_failure_is_sent() -> None:
     conversation = answered(("One", (), "failed", ""))
     turn = conversation.cut(0)
-    conversation.begin(turn.text, turn.audio)
+    conversation.begin(turn.text, [attached.path for attached in turn.media])
     assert conversation.messages() == [Message("user", "One")]
 
 

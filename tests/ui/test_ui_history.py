@@ -30,7 +30,7 @@ def test_a_conversation_comes_back_through_json_but_for_its_media() -> None:
     after = from_record(record)
     assert after is not None and after.key == before.key
     assert after.turns[0].reply == before.turns[0].reply
-    assert after.turns[0].audio == () and after.turns[0].lost_media == ("clip.wav",)
+    assert after.turns[0].media == () and after.turns[0].lost_media == ("clip.wav",)
     assert after.messages() == [Message("user", "Hello"), Message("assistant", "Good day")]
     assert "clip.wav" in str(after.display(Texts()))
 
