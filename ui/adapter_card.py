@@ -20,7 +20,10 @@ def rule_html(text: Texts, lora: str, defaults: Mapping[str, str]) -> str:
     if lora == NONE:
         return _sentence(text("card.none"))
     assert lora == AUTO
-    rules = [text("card.rule", media=text.media([media]), name=name) for media, name in sorted(defaults.items())]
+    rules = [
+        text("card.rule_next" if place else "card.rule", media=text.media([media]), name=name)
+        for place, (media, name) in enumerate(sorted(defaults.items()))
+    ]
     return _sentence(text("card.auto", rules="; ".join(rules)) if rules else text("card.auto_empty"))
 
 

@@ -62,7 +62,8 @@ class Composer:
     def say(self, words: str, *, undo: str = "") -> Update:
         """A sentence below the box, or none; `undo` names a button that puts a deleted message back."""
         button = f" <button type='button' class='plain' data-restore-turn>{escape(undo)}</button>" if undo else ""
-        return {self.hint: f"<p role='status'>{escape(words)}{button}</p>" if words else ""}
+        kind = " class='told'" if undo else ""
+        return {self.hint: f"<p role='status'{kind}>{escape(words)}{button}</p>" if words else ""}
 
     async def prefetch(self, message: dict[str, Any], lora: str, request: gr.Request) -> None:
         """A file attached: the adapter that answers it by itself is brought into memory before the message is sent."""

@@ -76,6 +76,7 @@ ENGLISH: Mapping[str, str] = {
     "card.auto": "{rules}; everything else to the base model.",
     "card.auto_empty": "No adapter is a default, so the base model answers. Make one the default in the Adapters tab.",
     "card.rule": "Messages with {media} go to {name}",
+    "card.rule_next": "those with {media} to {name}",
     "card.generation": "Generation",
     "card.rank": "Rank",
     "card.rank_value": "{rank}, scale {scale}",

@@ -76,6 +76,7 @@ CHINESE: Mapping[str, str] = {
     "card.auto": "{rules}；其余交给基础模型。",
     "card.auto_empty": "没有默认适配器，因此由基础模型回答。可在“适配器”页设置默认。",
     "card.rule": "含{media}的消息交给 {name}",
+    "card.rule_next": "含{media}的交给 {name}",
     "card.generation": "版本",
     "card.rank": "秩",
     "card.rank_value": "{rank}，缩放 {scale}",

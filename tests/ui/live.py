@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import mimetypes
 import os
 import re
 import shutil
@@ -23,13 +24,14 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Browser, Locator, Page, Playwright, expect
+from playwright.sync_api import Browser, JSHandle, Locator, Page, Playwright, expect
 
 from api.app import create_app
 from api.service import Service
 from api.settings import ServerSettings
 from engine import Engine, EngineConfig
 from engine.config import EMBEDDED_ASSETS, LoRAModule
+from tests.media_models import picture
 from ui.app import end_sessions, mount_ui
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -42,6 +44,8 @@ BROWSER_FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    # An origin that browsers do not trust with a microphone: neither https nor localhost.
+    "--host-resolver-rules=MAP plain-http.test 127.0.0.1",
     "--use-fake-ui-for-media-stream",
     "--use-fake-device-for-media-stream",
 )
@@ -212,11 +216,30 @@ DATA_TRANSFER = """(files) => {
 
 
 def drop_files(target: Locator, files: Mapping[str, bytes], kind: str = "") -> None:
-    """Drag files from a folder onto `target` and let go; `kind` is their media type."""
-    coded = [[name, kind, base64.b64encode(content).decode()] for name, content in files.items()]
-    data = target.page.evaluate_handle(DATA_TRANSFER, coded)
+    """Drag files from a folder onto `target` and let go; `kind` is their media type, by name where it is left out."""
+    data = _transfer(target.page, files, kind)
     for event in ("dragenter", "dragover", "drop"):
         target.dispatch_event(event, {"dataTransfer": data})
+
+
+def paste_files(target: Locator, files: Mapping[str, bytes]) -> None:
+    """Copy files elsewhere and press Ctrl+V in `target`."""
+    target.evaluate(
+        "(node, clipboardData) => node.dispatchEvent(new ClipboardEvent('paste', {clipboardData, bubbles: true, cancelable: true}))",
+        _transfer(target.page, files, ""),
+    )
+
+
+def _transfer(page: Page, files: Mapping[str, bytes], kind: str) -> JSHandle:
+    kinds = {name: kind or mimetypes.guess_type(name)[0] or "" for name in files}
+    coded = [[name, kinds[name], base64.b64encode(content).decode()] for name, content in files.items()]
+    return page.evaluate_handle(DATA_TRANSFER, coded)
+
+
+def write_image(path: Path, *, width: int = 320, height: int = 200) -> Path:
+    """A PNG of coarse colours."""
+    picture(width, height).save(path, "PNG")
+    return path
 
 
 class ChatPage:

@@ -36,6 +36,7 @@ def take_all(folder: Path) -> list[Path]:
                 paths = [
                     take_chat(browser, server.url, folder / "chat.png", "light"),
                     take_chat(browser, server.url, folder / "chat-dark.png", "dark"),
+                    take_card(browser, server.url, folder / "card.png"),
                     take_empty(browser, server.url, folder / "start.png"),
                     take_transcribe(browser, server.url, folder / "transcribe.png"),
                     take_compare(browser, server.url, folder / "compare.png"),
@@ -71,6 +72,16 @@ def take_chat(browser: Browser, url: str, path: Path, scheme: str) -> Path:
     chat.choose_adapter("Auto")
     chat.attach(CLIP)
     chat.ask("Write down what you hear.")
+    return take(chat.page, path)
+
+
+def take_card(browser: Browser, url: str, path: Path) -> Path:
+    """An adapter's card, with what it fills into the settings."""
+    chat = open_page(browser, url, DESKTOP)
+    chat.choose_adapter("sql")
+    card = chat.page.locator("#adapter-card")
+    card.get_by_role("button", name="Capital of a country").click()
+    chat.ask(chat.box.input_value())
     return take(chat.page, path)
 
 

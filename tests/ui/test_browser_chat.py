@@ -196,7 +196,9 @@ def test_a_clip_may_be_dropped_on_the_conversation(chat: ChatPage, tone: Path) -
         expect(chat.page.get_by_role("button", name="Remove file")).to_have_count(1)
         chat.page.get_by_role("button", name="Remove file").click()
     drop_files(chat.page.locator("#chatbot"), {"notes.txt": b"no sound"}, "text/plain")
-    expect(chat.page.get_by_test_id("toast-text").last).to_contain_text("rejected")
+    expect(chat.page.locator("#attach-hint")).to_have_text(
+        "notes.txt is not attached: this model takes text and audio."
+    )
     expect(chat.page.get_by_role("button", name="Remove file")).to_have_count(0)
 
 
