@@ -56,10 +56,13 @@ def adapter_card_html(text: Texts, info: AdapterInfo, *, filled: Sequence[str] =
     cells = "".join(
         f"<div><dt>{escape(text(f'card.{key}'))}</dt><dd>{escape(value)}</dd></div>" for key, value in facts if value
     )
+    card, listed = card_of(info), f"<dl>{cells}</dl>"
+    if card is not None:  # What the author says comes first, and the settings below stay in sight.
+        listed = f"<details><summary>{escape(text('card.details'))}</summary>{listed}</details>"
     return (
         f"<section class='adapter-card' aria-label='{escape(info.name)}'><p class='answered-by'>{mark_html(info.name)}"
         f"<strong>{escape(info.name)}</strong><span class='chip plain'>{escape(text(f'adapters.state.{info.state}'))}</span>"
-        f"</p>{_own_words(text, card_of(info), filled, kept)}<dl>{cells}</dl></section>"
+        f"</p>{_own_words(text, card, filled, kept)}{listed}</section>"
     )
 
 

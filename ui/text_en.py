@@ -125,6 +125,7 @@ ENGLISH: Mapping[str, str] = {
     "card.kept": "Left as you set it: {settings}.",
     "card.take": "Use the adapter’s own",
     "card.examples": "Try",
+    "card.details": "Details",
     "card.setting.system": "system prompt",
     "card.setting.temperature": "temperature",
     "card.setting.top_p": "top-p",

@@ -125,6 +125,7 @@ CHINESE: Mapping[str, str] = {
     "card.kept": "保留你的设置：{settings}。",
     "card.take": "使用适配器自带的",
     "card.examples": "试试",
+    "card.details": "详情",
     "card.setting.system": "系统提示词",
     "card.setting.temperature": "温度",
     "card.setting.top_p": "top-p",

@@ -215,6 +215,11 @@ DATA_TRANSFER = """(files) => {
 }"""
 
 
+PASTE = """(target, clipboardData) => {
+  target.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+}"""
+
+
 def drop_files(target: Locator, files: Mapping[str, bytes], kind: str = "") -> None:
     """Drag files from a folder onto `target` and let go; `kind` is their media type, by name where it is left out."""
     data = _transfer(target.page, files, kind)
@@ -224,10 +229,7 @@ def drop_files(target: Locator, files: Mapping[str, bytes], kind: str = "") -> N
 
 def paste_files(target: Locator, files: Mapping[str, bytes]) -> None:
     """Copy files elsewhere and press Ctrl+V in `target`."""
-    target.evaluate(
-        "(node, clipboardData) => node.dispatchEvent(new ClipboardEvent('paste', {clipboardData, bubbles: true, cancelable: true}))",
-        _transfer(target.page, files, ""),
-    )
+    target.evaluate(PASTE, _transfer(target.page, files, ""))
 
 
 def _transfer(page: Page, files: Mapping[str, bytes], kind: str) -> JSHandle:
