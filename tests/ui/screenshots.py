@@ -21,7 +21,7 @@ DESKTOP = {"width": 1280, "height": 860}
 PHONE = {"width": 390, "height": 844}
 CLIP = EMBEDDED_ASSETS / "audio" / "weather-report.wav"
 SETTLE_MS = 1500
-PATIENCE_MS = 20_000
+PATIENCE_MS = 120_000
 
 
 def take_all(folder: Path) -> list[Path]:
