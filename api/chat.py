@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from api.body import json_body, new_id, service_of
+from api.calls import ChoiceReader
 from api.logprobs import TokenTexts
 from api.messages import MediaRules, read_messages
 from api.openapi import json_request
@@ -40,7 +41,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation of text and audio."""
     body = await json_body(request, ChatRequest)
     service = service_of(request)
-    sampling, opens_answer = body.sampling(), body.opens_answer
+    sampling, opens_answer, tools = body.sampling(), body.opens_answer, body.tool_use()
     rules = MediaRules(service.engine.modalities, service.engine.config.max_upload_mb << 20)
     messages = await asyncio.to_thread(read_messages, body.messages, rules)
     request_id = new_id("chatcmpl")
@@ -53,6 +54,7 @@ async def create_chat_completion(request: Request) -> Response:
         add_generation_prompt=opens_answer,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs,
+        tools=tools,
         request_id=request_id,
     )
     with client_words(body.words):
@@ -75,9 +77,10 @@ class _View:
 
     async def chunks(self, answers: list[Answer]) -> AsyncGenerator[dict[str, Any], None]:
         """A role chunk with the receipt, the text, a finish chunk for each choice; then usage if it was asked for."""
+        readers = [ChoiceReader(answer.call_parser) for answer in answers]
         async with aclosing(merge(answers)) as events:
             async for event in events:
-                for choice in self._choices(event.choice, event.delta):
+                for choice in self._choices(event.choice, event.delta, readers[event.choice]):
                     chunk = self._chunk([choice])
                     if event.delta.receipt is not None and "role" in choice["delta"]:
                         chunk["lora"] = event.delta.receipt.to_dict()
@@ -91,39 +94,46 @@ class _View:
         """The answer to a client that does not stream."""
         usage = Usage.of(answers, self._body.num_choices)
         log_answers(answers, "chat", usage)
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": each.text, "refusal": None},
-                "logprobs": self._tokens.chat(each.logprobs) if self._tokens else None,
-                "finish_reason": each.finish_reason,
-                "stop_reason": each.stop_reason,
-            }
-            for index, each in enumerate(collected)
-        ]
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": choices,
+            "choices": [self._whole_choice(*each) for each in zip(answers, collected, strict=True)],
             "usage": usage.to_dict(),
             "lora": collected[0].receipt.to_dict(),
+        }
+
+    def _whole_choice(self, answer: Answer, collected: Collected) -> dict[str, Any]:
+        reader = ChoiceReader(answer.call_parser)
+        reader.push(collected.text)
+        reader.finish(collected.finish_reason)
+        return {
+            "index": answer.index,
+            "message": reader.message(),
+            "logprobs": self._tokens.chat(collected.logprobs) if self._tokens else None,
+            "finish_reason": reader.finish_reason(collected.finish_reason),
+            "stop_reason": collected.stop_reason,
         }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
         return {**chunk, "usage": None} if self._body.wants_usage else chunk
 
-    def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    def _choices(self, index: int, delta: Delta, reader: ChoiceReader) -> list[dict[str, Any]]:
         """What one event of the engine becomes: none, one or several chunks' choices."""
         found = []
         if delta.receipt is not None:
             found.append(_choice(index, {"role": "assistant", "content": ""}))
-        if delta.text or delta.logprobs:
-            logprobs = self._tokens.chat(delta.logprobs) if self._tokens and delta.logprobs else None
-            found.append({**_choice(index, {"content": delta.text}), "logprobs": logprobs})
+        parts = reader.push(delta.text)
         if delta.finish_reason is not None:
-            finish = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            found.append({**_choice(index, {}), **finish})
+            parts += reader.finish(delta.finish_reason)
+        if delta.logprobs and not parts:
+            parts = [{"content": ""}]
+        for place, part in enumerate(parts):
+            logprobs = self._tokens.chat(delta.logprobs) if self._tokens and delta.logprobs and not place else None
+            found.append({**_choice(index, part), "logprobs": logprobs})
+        if delta.finish_reason is not None:
+            reason = reader.finish_reason(delta.finish_reason)
+            found.append({**_choice(index, {}), "finish_reason": reason, "stop_reason": delta.stop_reason})
         return found
 
 

@@ -7,18 +7,17 @@ files): called in a worker thread. Which adapter the media call for is decided l
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from api.tools import read_calls
 from engine.errors import InvalidRequest, MediaError
 from engine.media import decode_base64
 from engine.request import AudioPart, ImagePart, Message, Part, TextPart
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Fields that clients send back with an assistant's turn; harmless as long as they hold nothing.
-_EMPTY_FIELDS = frozenset(
-    {"tool_calls", "function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content"}
-)
+_EMPTY_FIELDS = frozenset({"function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content"})
 _LABELS = frozenset({"name", "tool_call_id"})
 
 
@@ -36,7 +35,15 @@ def read_messages(raw: object, rules: MediaRules) -> list[Message]:
         raise InvalidRequest(f"messages is {_kind(raw)}, but must be a list of messages.", param="messages")
     if not raw:
         raise InvalidRequest("messages is empty; send at least one message.", param="messages")
-    return [_message(item, f"messages[{place}]", rules) for place, item in enumerate(raw)]
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # of the functions by their calls' ids
+    for place, item in enumerate(raw):
+        message = _message(item, f"messages[{place}]", rules)
+        names |= {call.call_id: call.name for call in message.tool_calls}
+        if message.tool_call_id is not None and message.name is None:
+            message = replace(message, name=names.get(message.tool_call_id))
+        messages.append(message)
+    return messages
 
 
 def _message(raw: object, path: str, rules: MediaRules) -> Message:
@@ -49,9 +56,19 @@ def _message(raw: object, path: str, rules: MediaRules) -> Message:
     for name, value in raw.items():
         if name in ("role", "content") or name in _LABELS or (name in _EMPTY_FIELDS and value in (None, [])):
             continue
+        if name == "tool_calls" and (value in (None, []) or role == "assistant"):
+            continue
         verb = "is not supported; leave it out" if name in _EMPTY_FIELDS else "is not a field of a message; remove it"
         raise InvalidRequest(f"{path}.{name} {verb}.", param=f"{path}.{name}")
-    return Message(ROLES[role], _content(raw.get("content"), f"{path}.content", rules))
+    calls = read_calls(raw["tool_calls"], f"{path}.tool_calls") if raw.get("tool_calls") not in (None, []) else []
+    # A turn that is calls alone has no content, or none that is there.
+    content = (
+        "" if calls and raw.get("content") in (None, []) else _content(raw.get("content"), f"{path}.content", rules)
+    )
+    if role != "tool":
+        return Message(ROLES[role], content, calls)
+    labels = {label: _string(raw, label, f"{path}.{label}") for label in _LABELS if raw.get(label) is not None}
+    return Message("tool", content, (), labels.get("tool_call_id"), labels.get("name"))
 
 
 def _content(raw: object, path: str, rules: MediaRules) -> str | list[Part]:

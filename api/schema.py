@@ -15,13 +15,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from api.tools import CALLS_SCHEMA, ToolChoice, Tools, read_tools
 from engine.errors import AppError, InvalidRequest
 from engine.request import SamplingParams
+from engine.tools.spec import ToolUse
 
 Model = TypeVar("Model", bound="Body")
 
 MAX_CHOICES = 128
-_NO_TOOLS = "tool calls are not served"
+_OLD_TOOLS = "functions are given in tools, and chosen by tool_choice"
 _NO_GUIDED = "use response_format"
 
 
@@ -202,10 +204,12 @@ _MESSAGES_SCHEMA = {
     "minItems": 1,
     "items": {
         "type": "object",
-        "required": ["role", "content"],
+        "required": ["role"],
         "properties": {
             "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]},
+            "tool_calls": CALLS_SCHEMA,
+            "tool_call_id": {"type": "string"},
         },
     },
 }
@@ -216,13 +220,10 @@ Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
 class ChatRequest(_Sampled):
     """Body of `POST /v1/chat/completions`."""
 
-    accepted: ClassVar[frozenset[str]] = _Sampled.accepted | {"parallel_tool_calls"}
     unserved: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]] = {
         **_Sampled.unserved,
-        "tools": (([],), _NO_TOOLS),
-        "tool_choice": (("none",), _NO_TOOLS),
-        "functions": (([],), _NO_TOOLS),
-        "function_call": (("none",), _NO_TOOLS),
+        "functions": (([],), _OLD_TOOLS),
+        "function_call": (("none",), _OLD_TOOLS),
         "modalities": ((["text"],), "answers are text"),
         "audio": ((), "answers are text"),
         "prediction": ((), "predicted output is not served"),
@@ -241,6 +242,13 @@ class ChatRequest(_Sampled):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+
+    def tool_use(self) -> ToolUse | None:
+        """The functions that the model may or must call; raises `InvalidRequest`."""
+        return read_tools(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
 
     def sampling(self) -> SamplingParams:
         """How to sample; raises `InvalidRequest` with the name of the field as the client wrote it."""
@@ -352,6 +360,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages = None
+    tools: Tools = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

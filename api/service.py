@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from engine.answer import Answer
     from engine.engine import Engine, EngineStats
     from engine.intake import HeldRoute
+    from engine.tools.spec import ToolUse
 
 T = TypeVar("T")
 Params = ParamSpec("Params")
@@ -107,10 +108,12 @@ class Service:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: ToolUse | None = None,
         request_id: str | None = None,
     ) -> list[Answer]:
         """Start `n` answers to a conversation; raises `AppError`s of decoding, routing, adapters and templating."""
-        prompt = ChatPrompt(messages, add_generation_prompt, continue_final_message, dict(template_kwargs or {}))
+        kwargs = dict(template_kwargs or {})
+        prompt = ChatPrompt(messages, add_generation_prompt, continue_final_message, kwargs, tools=tools)
         return await self._start("chat", prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
 
     async def start_completion(

@@ -12,6 +12,7 @@ from api.messages import MediaRules, read_messages
 from api.openapi import json_request
 from api.schema import DetokenizeRequest, TokenizeRequest
 from api.service import Service
+from api.tools import read_tools
 from engine.errors import InvalidRequest
 from engine.request import ChatPrompt, TextPrompt
 
@@ -44,7 +45,11 @@ async def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
         is_continued = bool(body.continue_final_message)
         opens_answer = body.add_generation_prompt is not False and not is_continued
         kwargs = body.chat_template_kwargs or {}
-        return await service.tokenize(ChatPrompt(messages, opens_answer, is_continued, kwargs), body.model)
+        tools = read_tools(body.tools, None)
+        prompt = ChatPrompt(messages, opens_answer, is_continued, kwargs, tools=tools)
+        return await service.tokenize(prompt, body.model)
+    if body.tools:
+        raise InvalidRequest("tools need messages; send them instead of prompt.", param="tools")
     if body.add_special_tokens is False:
         return list((await service.tokenizer(body.model)).encode(body.prompt, add_special_tokens=False))
     return await service.tokenize(TextPrompt(body.prompt), body.model)

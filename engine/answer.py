@@ -11,10 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import AppError
 from engine.request import Delta, FinishReason, Receipt
+
+if TYPE_CHECKING:
+    from engine.tools.parser import CallParser
 
 
 class Answer:
@@ -27,12 +30,14 @@ class Answer:
         prompt_token_ids: [P], media placeholders included.
         num_output_tokens: tokens generated so far, the last one included.
         tokenizer: what the answer's tokens belong to; an adapter may bring its own.
+        call_parser: reads calls of functions out of this answer's text; None where no tools were given.
         submitted_at, started_at, first_token_at, ended_at: when it was made, first scheduled, got its first token and ended,
             on the monotonic clock in seconds; None while that has not happened.
         error: what it failed with, once it has.
     """
 
     tokenizer: Any = None
+    call_parser: CallParser | None = None
 
     def __init__(self, request_id: str, receipt: Receipt, prompt_token_ids: list[int], index: int = 0) -> None:
         self.request_id = request_id

@@ -57,11 +57,13 @@ class Detokenizer:
 
     The concatenation of all `push` results and of `flush` equals `tokenizer.decode(ids, skip_special_tokens=…,
     clean_up_tokenization_spaces=False)`; no piece ends inside a character. A push costs the same however long the
-    answer is. Ids that the tokenizer does not know add no text.
+    answer is. Ids that the tokenizer does not know add no text. `shown_ids` are special tokens that are not skipped.
     """
 
-    def __init__(self, table: DecodingTable, *, skip_special_tokens: bool = True) -> None:
-        self._skipped_ids = table.special_ids if skip_special_tokens else frozenset[int]()
+    def __init__(
+        self, table: DecodingTable, *, skip_special_tokens: bool = True, shown_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._skipped_ids = table.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         self._pieces: _Pieces
         if table.decoder_kinds == ["ByteLevel"]:
             self._pieces = _ByteLevelPieces(table.backend.id_to_token, table.byte_of_character)

@@ -157,6 +157,9 @@ class Engine:
             base_text(self.base, self.tokenizer, chat_template, frontends), chat_template, frontends
         )
 
+        tools = self._texts.base.builder.tools
+        tool_format = "none" if tools is None else tools.tool_format.name if tools.tool_format else "unknown"
+        logger.info("event=tools format=%s", tool_format)
         cache = make_cache(config, self.base)
         self.max_model_len = fit_context(config, self.base, cache)
         attention_step = bind_attention(self.base.decoder, cache)
@@ -362,6 +365,7 @@ class Engine:
             for index, request in enumerate(requests):
                 answer = Answer(request.request_id, request.receipt, request.prompt_token_ids, index)
                 answer.tokenizer = self.tokenizer if request.text is None else request.text.tokenizer
+                answer.call_parser = request.call_parser
                 if isinstance(prompt, ChatPrompt) and prompt.is_transcript and _is_silent(request):
                     _answer_nothing(request, answer)
                 else:

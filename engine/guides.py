@@ -1,4 +1,4 @@
-"""Answers that must be JSON of a schema: which tokens may come next, by a grammar library (llguidance).
+"""Answers that must be JSON of a schema, or calls of functions: which tokens may come next, by a grammar library (llguidance).
 
 Owns compiled tokenizers and the state of one answer's grammar. Compiling happens on the intake's threads; on the engine
 thread a token costs one advance of the grammar and one mask. The library is imported when the first such request comes.
@@ -7,15 +7,19 @@ thread a token costs one advance of the grammar and one mask. The library is imp
 from __future__ import annotations
 
 import copy
+import json
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import InvalidRequest
+from engine.tools.format import ToolFormat
+from engine.tools.grammar import CallGrammar
+from engine.tools.spec import ToolUse
 
 if TYPE_CHECKING:
     from engine.adapter_text import TextSide
@@ -84,38 +88,50 @@ class GuideCompiler:
         Raises:
             InvalidRequest: the schema is wrong or too large, or this tokenizer or installation cannot be guided.
         """
-        if len(json_schema) > MAX_SCHEMA_CHARS:
-            raise InvalidRequest(
-                f"json_schema has {len(json_schema)} characters, but may have {MAX_SCHEMA_CHARS} at most.",
-                param="json_schema",
-            )
+        _check_size(json_schema, "json_schema")
+        tokenizer = self._tokenizer(text, "json_schema")
+        return Guide(_matcher(tokenizer, _json_grammar(json_schema), "json_schema"), text.eos_token_ids)
+
+    def compile_calls(self, use: ToolUse, tool_format: ToolFormat, answer_schema: str | None, text: TextSide) -> Guide:
+        """A guide to calls of functions, or where none is required to text or JSON of `answer_schema` that may hold some.
+
+        Raises:
+            InvalidRequest: as `compile`; `param` names the function whose schema is at fault.
+        """
+        tokenizer = self._tokenizer(text, "tools")
+        added = text.tokenizer.added_tokens_decoder
+        special = {token.content: id_ for id_, token in added.items() if tokenizer.is_special_token(id_)}
+        mark_ids = {mark: special[mark] for mark in tool_format.marks if mark in special}
+        others = set(special.values()) - set(mark_ids.values()) - text.eos_token_ids
+        grammar = CallGrammar(tool_format, mark_ids, others, _WHITE_SPACE).build(use, answer_schema)
+        _check_size(grammar, "tools")
         try:
-            from llguidance import LLMatcher
-        except ImportError:
-            raise InvalidRequest(
-                "json_schema needs the package llguidance; install it on the server.", param="json_schema"
-            ) from None
-        tokenizer = self._tokenizer(text)
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(json_schema, defaults={"whitespace_pattern": _WHITE_SPACE})
-            matcher = LLMatcher(tokenizer, grammar, log_level=0)
-            fault = matcher.get_error() if matcher.is_error() else ""
-        except ValueError as error:
-            fault = str(error)
-        if fault:
-            reason = fault.splitlines()[0].rstrip(".")[:300]
-            raise InvalidRequest(f"json_schema cannot be served: {reason}.", param="json_schema")
+            matcher = _matcher(tokenizer, grammar, "tools")
+        except InvalidRequest:
+            # Whose fault it is, if it is one schema's.
+            for place, function in enumerate(use.functions):
+                if not use.holds(function):
+                    continue
+                _matcher(tokenizer, _json_grammar(json.dumps(function.schema)), f"tools[{place}].function.parameters")
+            if answer_schema is not None:
+                _matcher(tokenizer, _json_grammar(answer_schema), "json_schema")
+            raise
         return Guide(matcher, text.eos_token_ids)
 
-    def _tokenizer(self, text: TextSide) -> Any:
-        from llguidance import LLTokenizer
+    def _tokenizer(self, text: TextSide, param: str) -> Any:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise InvalidRequest(
+                f"{param} needs the package llguidance; install it on the server.", param=param
+            ) from None
 
         with self._lock:
             made = self._tokenizers.get(text.tokenizer)
             if made is None:
                 backend = copy.copy(getattr(text.tokenizer, "backend_tokenizer", None))
                 if backend is None or not text.eos_token_ids:
-                    raise InvalidRequest("json_schema is not served with this model's tokenizer.", param="json_schema")
+                    raise InvalidRequest(f"{param} is not served with this model's tokenizer.", param=param)
                 backend.no_padding()
                 backend.no_truncation()
                 num_ids = max(text.vocab_size, len(text.tokenizer))
@@ -123,7 +139,35 @@ class GuideCompiler:
                     made = LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=sorted(text.eos_token_ids))
                 except ValueError as error:
                     raise InvalidRequest(
-                        f"json_schema is not served with this model's tokenizer ({error}).", param="json_schema"
+                        f"{param} is not served with this model's tokenizer ({error}).", param=param
                     ) from None
                 self._tokenizers[text.tokenizer] = made
             return made
+
+
+def _check_size(text: str, param: str) -> None:
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise InvalidRequest(
+            f"{param} has {len(text)} characters, but may have {MAX_SCHEMA_CHARS} at most.", param=param
+        )
+
+
+def _json_grammar(json_schema: str) -> Callable[[], str]:
+    from llguidance import LLMatcher
+
+    return lambda: LLMatcher.grammar_from_json_schema(json_schema, defaults={"whitespace_pattern": _WHITE_SPACE})
+
+
+def _matcher(tokenizer: Any, grammar: str | Callable[[], str], param: str) -> Any:
+    """The matcher of a grammar; raises `InvalidRequest` where it is wrong."""
+    from llguidance import LLMatcher
+
+    try:
+        matcher = LLMatcher(tokenizer, grammar if isinstance(grammar, str) else grammar(), log_level=0)
+        fault = matcher.get_error() if matcher.is_error() else ""
+    except ValueError as error:
+        fault = str(error)
+    if fault:
+        reason = fault.splitlines()[0].rstrip(".")[:300]
+        raise InvalidRequest(f"{param} cannot be served: {reason}.", param=param)
+    return matcher

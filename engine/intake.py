@@ -20,13 +20,16 @@ from adapters.errors import AdapterNotFound
 from engine.adapter_text import AdapterTexts, TextSide
 from engine.errors import AppError, ContextTooLong, InvalidRequest, MediaError, ModelNotFound
 from engine.frontend import Frontend, modality_of
-from engine.guides import GuideCompiler
+from engine.guides import Guide, GuideCompiler
 from engine.positions import LONG, grid_positions
 from engine.prompt import BuiltPrompt, media_parts
 from engine.request import AudioPart, ImagePart, Prompt, Receipt, SamplingParams
 from engine.routing import Route, choose_route
 from engine.sampler import check_logit_bias
 from engine.state import EngineRequest, MediaInput
+from engine.tools.format import ToolFormat
+from engine.tools.parser import CallParser
+from engine.tools.spec import ToolUse
 
 if TYPE_CHECKING:
     from adapters.generation import GenerationHandle
@@ -168,7 +171,8 @@ class Intake:
             built = text.builder.build(routed.prompt, routed.media)
             max_tokens = self._max_tokens(sampling, built, getattr(routed.prompt, "is_transcript", False))
             prompt_positions, position_delta = self._positions(built, max_tokens)
-            guide = None if sampling.json_schema is None else self._guides.compile(sampling.json_schema, text)
+            tools = getattr(routed.prompt, "tools", None)
+            guide = self._guide(sampling, tools, text)
             base_id = request_id or uuid.uuid4().hex
             return [
                 EngineRequest(
@@ -184,6 +188,8 @@ class Intake:
                     prompt_positions=prompt_positions,
                     position_delta=position_delta,
                     guide=None if guide is None else guide.fork(),
+                    call_parser=None if tools is None else _call_parser(tools, text, guide),
+                    shown_ids=frozenset() if tools is None else _mark_ids(text),
                 )
                 for index in range(routed.n)
             ]
@@ -210,6 +216,17 @@ class Intake:
                     param=part.param,
                 )
         return [self._frontends[modality_of(part)].read(part, self._limits) for part in parts]
+
+    def _guide(self, sampling: SamplingParams, tools: ToolUse | None, text: TextSide) -> Guide | None:
+        """What the answer may be; None for anything."""
+        schema = sampling.json_schema
+        if tools is None or (schema is None and not tools.needs_guide):
+            return None if schema is None else self._guides.compile(schema, text)
+        if sampling.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos lets no call end; leave it out, or send tool_choice: none.", param="ignore_eos"
+            )
+        return self._guides.compile_calls(tools, _tool_format(text), schema, text)
 
     def _positions(self, built: BuiltPrompt, max_tokens: int) -> tuple[np.ndarray | None, int]:
         """`EngineRequest.prompt_positions` and `position_delta`."""
@@ -259,6 +276,25 @@ def explain_missing(error: AppError, route: Route) -> AppError:
         "the base model.",
         param="lora",
     )
+
+
+def _tool_format(text: TextSide) -> ToolFormat:
+    """How calls are written, for a prompt with tools that was built."""
+    assert text.builder.tools is not None and text.builder.tools.tool_format is not None, "building refuses others"
+    return text.builder.tools.tool_format
+
+
+def _call_parser(tools: ToolUse, text: TextSide, guide: Guide | None) -> CallParser:
+    return CallParser(
+        _tool_format(text), tools.callable_names, is_parallel=tools.is_parallel, is_guided=guide is not None
+    )
+
+
+def _mark_ids(text: TextSide) -> frozenset[int]:
+    """Special tokens that the text of an answer with calls must show."""
+    tool_format = _tool_format(text)
+    marks = {*tool_format.marks, *tool_format.starts, *tool_format.ends}
+    return frozenset(id_ for id_, token in text.tokenizer.added_tokens_decoder.items() if token.content in marks)
 
 
 def _reseeded(sampling: SamplingParams, index: int) -> SamplingParams:

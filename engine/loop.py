@@ -122,7 +122,9 @@ class EngineLoop:
                 output_token_ids=output_token_ids,
                 guide=request.guide,
             ),
-            detokenizer=Detokenizer(decoding, skip_special_tokens=sampling.skip_special_tokens),
+            detokenizer=Detokenizer(
+                decoding, skip_special_tokens=sampling.skip_special_tokens, shown_ids=request.shown_ids
+            ),
             stop_matcher=StopMatcher(tuple(sampling.stop), include_stop=sampling.include_stop_str_in_output),
             token_ids=list(request.prompt_token_ids),
             output_token_ids=output_token_ids,

@@ -8,8 +8,8 @@ never read as that token. Knows nothing of routing or requests' lives. Called by
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from engine.errors import InvalidRequest, MediaError
@@ -20,12 +20,14 @@ from engine.request import (
     ImagePart,
     Message,
     Modality,
+    Part,
     Prompt,
     TextPart,
     TextPrompt,
     TokenPrompt,
 )
 from engine.state import MediaInput, MediaSpan
+from engine.tools.template import TemplateTools, probe_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _GUARD = re.compile("\ue000([0-9]+)\ue001")
@@ -92,27 +94,38 @@ class PromptBuilder:
 
     Args:
         tokenizer: the model's fast tokenizer.
-        chat_template: its template, None when the model has none.
+        chat_template: its template, or several by name, of which `default` and `tool_use` are used; None when the model
+            has none.
         frontends: one for each modality that the model takes.
         vocab_size: ids that a token prompt may hold are below this.
+
+    Attributes:
+        tools: how the template takes tools, None where it does not.
     """
 
     def __init__(
-        self, tokenizer: Any, chat_template: str | None, frontends: Sequence[Frontend], vocab_size: int
+        self,
+        tokenizer: Any,
+        chat_template: str | Mapping[str, str] | None,
+        frontends: Sequence[Frontend],
+        vocab_size: int,
     ) -> None:
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        templates = chat_template if isinstance(chat_template, Mapping) else {"default": chat_template}
+        self._chat_template = templates.get("default")
+        self._tool_template = templates.get("tool_use") or self._chat_template
         self._frontends: dict[Modality, Frontend] = {frontend.modality: frontend for frontend in frontends}
         self._vocab_size = vocab_size
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= {frontend.placeholder for frontend in frontends}
         self._special_texts = sorted(special, key=len, reverse=True)
         self._single_ids = self._ids_of_single_characters()
-        self._takes_parts = chat_template is not None and self._probe_parts()
+        has_template = self._chat_template is not None
+        self._takes_parts = has_template and self._probe_parts()
         self._places_media = {
-            modality: chat_template is not None and self._probe_media(frontend)
-            for modality, frontend in self._frontends.items()
+            modality: has_template and self._probe_media(frontend) for modality, frontend in self._frontends.items()
         }
+        self.tools = self._probe_tools()
 
     def build(self, prompt: Prompt, media: Sequence[MediaInput]) -> BuiltPrompt:
         """Token ids and spans; `media` are the prompt's, in the order of `media_parts`.
@@ -190,10 +203,19 @@ class PromptBuilder:
             raise InvalidRequest("messages is empty; send at least one message.", param="messages")
         guarded: list[str] = []
         conversation = [self._message(message, index, guarded) for index, message in enumerate(prompt.messages)]
+        template: str | None = self._chat_template
+        tools: list[dict[str, Any]] | None = None
+        if prompt.tools is not None:
+            definitions = [function.definition for function in prompt.tools.functions]
+            guarded_definitions = [self._guard_all(definition, guarded) for definition in definitions]
+            conversation, tools = self._tool_side("tools").place_tools(conversation, guarded_definitions)
+        if prompt.tools is not None or any(message.tool_calls for message in prompt.messages):
+            template = self._tool_template
         try:
             text: str = self._tokenizer.apply_chat_template(
                 conversation,
-                chat_template=self._chat_template,
+                **({} if tools is None else {"tools": tools}),
+                chat_template=template,
                 tokenize=False,
                 add_generation_prompt=prompt.add_generation_prompt and not prompt.continue_final_message,
                 continue_final_message=prompt.continue_final_message,
@@ -212,11 +234,46 @@ class PromptBuilder:
                 param=f"messages[{index}].role",
             )
         role = "system" if message.role == "developer" else message.role
-        if isinstance(message.content, str):
-            return {"role": role, "content": self._as_content([self._guard(message.content, guarded)])}
+        pieces = self._pieces(message.content, guarded)
+        fields: dict[str, Any] = {}
+        if message.tool_calls:
+            tools = self._tool_side(f"messages[{index}].tool_calls")
+            if tools.writes_calls:
+                fields["tool_calls"] = [self._guard_all(tools.call(call), guarded) for call in message.tool_calls]
+            elif tools.tool_format is not None:
+                calls = [replace(call, arguments=self._guard(call.arguments, guarded)) for call in message.tool_calls]
+                pieces.append(tools.tool_format.write(calls))
+        elif role == "tool" and self.tools is not None:
+            call_id = message.tool_call_id and self.tools.template_id(message.tool_call_id)
+            labels = {"tool_call_id": call_id, "name": message.name}
+            fields = {key: self._guard(value, guarded) for key, value in labels.items() if value}
+        return {"role": role, "content": self._as_content(pieces), **fields}
+
+    def _tool_side(self, param: str) -> TemplateTools:
+        """How the template takes tools; raises `InvalidRequest` where it does not, or where calls could not be read."""
+        if self.tools is None:
+            raise InvalidRequest(
+                f"{param} is not served with this model: its chat template takes no tools; leave it out, or serve a model "
+                "whose template takes them.",
+                param=param,
+                code="unsupported_parameter",
+            )
+        if self.tools.tool_format is None:
+            raise InvalidRequest(
+                f"{param} is not served with this model: its chat template takes tools, but calls in its form are not "
+                "known here; describe the tools in a message and read the answer's text.",
+                param=param,
+                code="unsupported_parameter",
+            )
+        return self.tools
+
+    def _pieces(self, content: str | Sequence[Part], guarded: list[str]) -> list[str]:
+        """Texts and places of media of a message, in order, with names of special tokens guarded."""
+        if isinstance(content, str):
+            return [self._guard(content, guarded)]
         pieces: list[str] = []
         is_text = False
-        for part in message.content:
+        for part in content:
             if isinstance(part, TextPart):
                 text = self._guard(part.text, guarded)
                 if is_text:
@@ -226,7 +283,7 @@ class PromptBuilder:
             else:
                 pieces.append(_Placed(modality_of(part)))
             is_text = isinstance(part, TextPart)
-        return {"role": role, "content": self._as_content(pieces)}
+        return pieces
 
     def _as_content(self, pieces: Sequence[str]) -> Any:
         """What the template gets for a message: a list of parts where it wants one or places the media, else text."""
@@ -257,6 +314,14 @@ class PromptBuilder:
                 result.append(text[position])
             position += len(special) or 1
         return "".join(result)
+
+    def _guard_all(self, value: Any, guarded: list[str]) -> Any:
+        """`_guard` for every text of a JSON value, keys included."""
+        if isinstance(value, str):
+            return self._guard(value, guarded)
+        if isinstance(value, Mapping):
+            return {self._guard(key, guarded): self._guard_all(each, guarded) for key, each in value.items()}
+        return [self._guard_all(each, guarded) for each in value] if isinstance(value, (list, tuple)) else value
 
     def _encode_guarded(self, text: str, guarded: list[str]) -> list[int]:
         """Tokenise a rendered text; what the guards stand for is tokenised in two halves, which are no special token."""
@@ -292,6 +357,20 @@ class PromptBuilder:
         }
         self._tokenizer("", add_special_tokens=False)
         return ids
+
+    def _probe_tools(self) -> TemplateTools | None:
+        """How the template takes tools."""
+        template = self._tool_template
+        if template is None:
+            return None
+
+        def render(messages: Any, tools: Any, opens_answer: bool) -> str:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=opens_answer
+            )
+            return text
+
+        return probe_tools(render, template, self._tokenizer.get_vocab(), lambda text: self._as_content([text]))
 
     def _probe_parts(self) -> bool:
         """Whether the template wants a message's content as a list of parts rather than as a string."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.errors import InvalidRequest
+from engine.tools.spec import ToolCall, ToolUse
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,10 +54,16 @@ Part = TextPart | AudioPart | ImagePart
 
 @dataclass(frozen=True)
 class Message:
-    """One turn: `role` is system, user, assistant or tool; `content` is text or parts in order."""
+    """One turn: `role` is system, user, assistant or tool; `content` is text or parts in order.
+
+    `tool_calls` are an assistant's calls of functions; `tool_call_id` and `name` say which call a tool's turn answers.
+    """
 
     role: str
     content: str | Sequence[Part]
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class ChatPrompt:
     """Messages that the model's chat template turns into text.
 
     `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the last message open instead.
+    `tools` are functions that the model may call, where the template takes any.
     `is_transcript` bounds an answer without `max_tokens` by the length of the audio, so that silence does not run on.
     """
 
@@ -72,6 +80,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     is_transcript: bool = False
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine.detokenizer import Detokenizer, StopMatcher
     from engine.guides import Guide
     from engine.sampler import SamplerRow
+    from engine.tools.parser import CallParser
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class EngineRequest:
             copy; it must be quick and never raise. None for users' requests.
         receipt: without queue time and cached tokens, which are not known yet.
         guide: what the answer may be; None for anything.
+        call_parser: reads calls of functions out of the answer's text, for whoever has the answer; None for plain text.
+        shown_ids: special tokens that the answer's text shows.
         text: the tokenizer that made the prompt, with what decodes the answer; None for the loop's own.
         prompt_positions: [K, P] int64, what the rotary embedding takes for the prompt; None where that is a token's
             place plus `position_delta`, as for all tokens after the prompt.
@@ -98,6 +101,8 @@ class EngineRequest:
     receipt: Receipt
     text: TextSide | None = None
     guide: Guide | None = None
+    call_parser: CallParser | None = None
+    shown_ids: frozenset[int] = frozenset()
     on_logits: Callable[[torch.Tensor], None] | None = None
     prompt_positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
     position_delta: int = 0

@@ -1,0 +1,26 @@
+"""Phi-4 mini: a list of objects between `<|tool_call|>` and `<|/tool_call|>`, or after the word `functools`."""
+
+from __future__ import annotations
+
+from engine.tools.format import ToolFormat
+
+_STARTS = ("<|tool_call|>", "functools")
+
+PHI = ToolFormat(
+    name="phi",
+    opening="<|tool_call|>[",
+    between=", ",
+    closing="]<|/tool_call|>",
+    starts=_STARTS,
+    ends=("<|/tool_call|>",),
+    marks=("<|tool_call|>", "<|/tool_call|>"),
+)
+PHI_FUNCTOOLS = ToolFormat(
+    name="phi-functools",
+    opening="functools[",
+    between=", ",
+    closing="]",
+    starts=_STARTS,
+    ends=("<|/tool_call|>",),
+    marks=("<|tool_call|>", "<|/tool_call|>"),
+)
