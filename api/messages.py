@@ -60,7 +60,7 @@ def _message(raw: object, path: str, rules: MediaRules) -> Message:
             continue
         verb = "is not supported; leave it out" if name in _EMPTY_FIELDS else "is not a field of a message; remove it"
         raise InvalidRequest(f"{path}.{name} {verb}.", param=f"{path}.{name}")
-    calls = read_calls(raw["tool_calls"], f"{path}.tool_calls") if raw.get("tool_calls") not in (None, []) else []
+    calls = read_calls(raw["tool_calls"], f"{path}.tool_calls") if raw.get("tool_calls") not in (None, []) else ()
     # A turn that is calls alone has no content, or none that is there.
     content = (
         "" if calls and raw.get("content") in (None, []) else _content(raw.get("content"), f"{path}.content", rules)

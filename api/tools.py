@@ -194,11 +194,11 @@ def _parameters(raw: object, path: str) -> dict[str, Any] | None:
     return fields
 
 
-def read_calls(raw: object, path: str) -> list[ToolCall]:
+def read_calls(raw: object, path: str) -> tuple[ToolCall, ...]:
     """The `tool_calls` of an assistant's turn; raises `InvalidRequest` with the field at fault."""
     if not isinstance(raw, list):
         raise InvalidRequest(f"{path} must be a list of calls.", param=path)
-    return [_call(item, f"{path}[{place}]") for place, item in enumerate(raw)]
+    return tuple(_call(item, f"{path}[{place}]") for place, item in enumerate(raw))
 
 
 def _call(raw: object, path: str) -> ToolCall:

@@ -10,6 +10,7 @@ import pytest
 from api.messages import MediaRules, read_messages
 from engine.errors import AppError
 from engine.request import AudioPart, ImagePart, Message, TextPart
+from engine.tools.spec import ToolCall
 
 RULES = MediaRules(frozenset({"audio"}), 1000)
 DATA = b"RIFF, or so it says"
@@ -19,6 +20,22 @@ AUDIO = {"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}
 
 def user(content: object) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
+
+
+CALL: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def called(calls: object) -> list[dict[str, Any]]:
+    return [*user("hi"), {"role": "assistant", "content": None, "tool_calls": calls}]
+
+
+def test_calls_and_results_are_read_and_a_result_gets_the_name_of_its_function() -> None:
+    empty = {**CALL, "id": "call_2", "function": {"name": "g", "arguments": ""}}
+    result = {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "four"}]}
+    messages = read_messages([*called([CALL, empty]), result, {"role": "tool", "content": "?"}], RULES)
+    assert messages[1] == Message("assistant", "", (ToolCall("call_1", "f", '{"a": 1}'), ToolCall("call_2", "g", "{}")))
+    assert messages[2] == Message("tool", [TextPart("four")], (), "call_2", "g")
+    assert messages[3] == Message("tool", "?")
 
 
 def test_text_stays_text_and_parts_keep_their_order() -> None:
@@ -96,7 +113,23 @@ def test_an_image_is_read_where_the_model_takes_images() -> None:
         (user([{"type": "audio_url", "audio_url": {"url": "/etc/passwd"}}]), "messages[0].content[0].audio_url.url"),
         (user([{"type": "audio_url", "audio_url": "data:,"}]), "messages[0].content[0].audio_url"),
         (user([{"type": "image_url", "image_url": {"url": "data:,a"}}]), "messages[0].content[0].image_url"),
-        ([*user("hi"), {"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[1].tool_calls"),
+        (called("x"), "messages[1].tool_calls"),
+        (called([{}]), "messages[1].tool_calls[0].type"),
+        (called([{**CALL, "id": None}]), "messages[1].tool_calls[0].id"),
+        (called([{**CALL, "type": "custom"}]), "messages[1].tool_calls[0].type"),
+        (called([{**CALL, "wibble": 1}]), "messages[1].tool_calls[0].wibble"),
+        (called([CALL, {**CALL, "function": None}]), "messages[1].tool_calls[1].function"),
+        (called([{**CALL, "function": {"name": "f g", "arguments": ""}}]), "messages[1].tool_calls[0].function.name"),
+        (called([{**CALL, "function": {"name": "f"}}]), "messages[1].tool_calls[0].function.arguments"),
+        *(
+            (called([{**CALL, "function": {"name": "f", "arguments": text}}]), "messages[1].tool_calls[0].function.arguments")
+            for text in ("{", "[1]", "null", '{"a": "\\ud800"}', '{"a": ' + "[" * 70 + "]" * 70 + "}", "[" * 100_000)
+        ),
+        ([{**message, "role": "user"} for message in called([CALL])], "messages[1].tool_calls"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
+        ([{"role": "assistant", "content": "a", "function_call": {"name": "f"}}], "messages[0].function_call"),
+        ([{"role": "tool", "content": "a", "tool_call_id": 3}], "messages[0].tool_call_id"),
+        ([{"role": "tool", "content": None, "tool_call_id": "a"}], "messages[0].content"),
         ([{"role": "user", "content": "hi", "wibble": 1}], "messages[0].wibble"),
     ],
 )  # fmt: skip

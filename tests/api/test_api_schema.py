@@ -10,6 +10,7 @@ import pytest
 from api.schema import ChatRequest, CompletionRequest, read_body
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams
+from engine.tools.spec import Function, ToolUse
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -23,6 +24,7 @@ def use_chat(fields: dict[str, Any]) -> None:
     """All that a route does with a body before anything runs."""
     body = chat(**fields)
     body.sampling()
+    body.tool_use()
     assert body.opens_answer is not None
 
 
@@ -30,6 +32,40 @@ def use_completion(fields: dict[str, Any]) -> None:
     body = read_body(CompletionRequest, json.dumps({**COMPLETION, **fields}).encode())
     body.sampling()
     body.prompts()
+
+
+def tool(name: object, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"not": nested(depth - 1)} if depth else {}
+
+
+def allow(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool(name) for name in names]}}
+
+
+def test_a_tool_choice_says_which_functions_may_or_must_be_called() -> None:
+    tools = [tool("f", description="F", parameters={"properties": {}}, strict=True), tool("g", strict=None)]
+
+    def use(**fields: Any) -> Any:
+        return chat(tools=tools, **fields).tool_use()
+
+    f, g = Function("f", "F", {"properties": {}}, is_strict=True), Function("g")
+    both, only = frozenset({"f", "g"}), frozenset({"g"})
+    assert use() == use(tool_choice="auto") == use(tool_choice=None) == ToolUse([f, g], both)
+    assert use(tool_choice="none") is None
+    assert use(tool_choice="required", parallel_tool_calls=False) == ToolUse([f, g], both, True, False)
+    assert use(tool_choice=tool("g")) == ToolUse([f, g], only, True, False)
+    assert use(tool_choice=allow("auto", "g")) == ToolUse([f, g], only)
+    assert use(tool_choice=allow("required", "g", "f"), parallel_tool_calls=True) == ToolUse([f, g], both, True)
+    assert chat(tools=[]).tool_use() is chat(tool_choice="none").tool_use() is None
+
+
+def test_the_old_fields_are_refused_with_the_new_ones_names() -> None:
+    for fields in ({"functions": [{"name": "f"}]}, {"function_call": {"name": "f"}}):
+        assert "tools" in refusal(**fields).message
 
 
 def refusal(**fields: Any) -> InvalidRequest:
@@ -75,9 +111,35 @@ def test_fields_that_change_nothing_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"tools": ["f"]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        ({"tools": [tool("f"), {**tool("g"), "strict": True}]}, "tools[1].strict"),
+        ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
+        ({"tools": [tool("f g")]}, "tools[0].function.name"),
+        ({"tools": [tool("f" * 65)]}, "tools[0].function.name"),
+        ({"tools": [tool(None)]}, "tools[0].function.name"),
+        ({"tools": [tool("f", description=3)]}, "tools[0].function.description"),
+        ({"tools": [tool("f", strict="yes")]}, "tools[0].function.strict"),
+        ({"tools": [tool("f", wibble=1)]}, "tools[0].function.wibble"),
+        ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": [tool("f", parameters={"type": "string"})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("f", parameters={"properties": ["a"]})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("f", parameters={"properties": {"a": 1}})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("f", parameters={"not": nested(70)})]}, "tools[0].function.parameters"),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "auto", "tools": []}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [tool("f")]}, "tool_choice"),
+        ({"tool_choice": 3, "tools": [tool("f")]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [tool("f")]}, "tool_choice.function"),
+        ({"tool_choice": tool("g"), "tools": [tool("f")]}, "tool_choice.function.name"),
+        ({"tool_choice": allow("auto", "g"), "tools": [tool("f")]}, "tool_choice.allowed_tools.tools[0].function.name"),
+        ({"tool_choice": allow("auto"), "tools": [tool("f")]}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": allow("some", "f"), "tools": [tool("f")]}, "tool_choice.allowed_tools.mode"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"functions": [{}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
         ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"audio": {"voice": "x"}}, "audio"),
