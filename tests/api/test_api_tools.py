@@ -103,11 +103,11 @@ def collect(stream: Any) -> tuple[dict[int, dict[str, Any]], Any]:
     return choices, usage
 
 
-@pytest.mark.parametrize("fields", [{"tool_choice": NAMED, "n": 2}, {"tool_choice": "required", "max_tokens": 90}])
+@pytest.mark.parametrize("fields", [{"tool_choice": NAMED, "n": 2}, {"tool_choice": "required", "max_tokens": 70}])
 def test_a_stream_adds_up_to_the_whole_answer(caller: openai.OpenAI, fields: dict[str, Any]) -> None:
     whole = ask(caller, **fields)
     choices, usage = collect(ask(caller, stream=True, stream_options={"include_usage": True}, **fields))
-    assert usage == whole.usage
+    assert (usage.prompt_tokens, usage.total_tokens) == (whole.usage.prompt_tokens, whole.usage.total_tokens)
     for choice in whole.choices:
         made = choices[choice.index]
         calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls]
@@ -252,17 +252,15 @@ def test_litellm_gets_and_streams_calls(url: str, monkeypatch: pytest.MonkeyPatc
     assert built.choices[0].message.tool_calls[0].function == call.function
 
 
-@pytest.mark.asyncio
-async def test_the_openai_packages_own_stream_helper_reads_calls(url: str) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
-        strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-        words: Any = {"model": "caller", "messages": HI, "tools": [strict], "tool_choice": "required", "seed": 6}
-        async with client.chat.completions.stream(**words, parallel_tool_calls=False, max_tokens=200) as stream:
-            kinds = {event.type async for event in stream}
-            final = await stream.get_final_completion()
-        assert "tool_calls.function.arguments.done" in kinds
-        [call] = final.choices[0].message.tool_calls or []
-        validate(call.function.parsed_arguments, PARAMETERS)
+def test_the_openai_packages_own_stream_helper_reads_calls(caller: openai.OpenAI) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    words: Any = {"model": "caller", "messages": HI, "tools": [strict], "tool_choice": "required", "seed": 6}
+    with caller.chat.completions.stream(**words, parallel_tool_calls=False, max_tokens=200) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    [call] = final.choices[0].message.tool_calls or []
+    validate(call.function.parsed_arguments, PARAMETERS)
 
 
 @pytest.mark.parametrize("family", ["mistral", "granite"])
