@@ -42,6 +42,11 @@ class CallItem:
         self._text = ""
         self._is_streaming = False
 
+    @property
+    def has_name(self) -> bool:
+        """Whether it is known which function is called."""
+        return self._name is not None
+
     def begin_named(self, name: str) -> bool:
         """The arguments of a function follow, through `feed_arguments`; False where it may not be called."""
         if not self._take_name(name):

@@ -17,6 +17,7 @@ from engine.tools.item import CallItem
 from engine.tools.json_value import SPACE, Step
 
 _NAMED_HEAD = re.compile(r"([A-Za-z0-9_-]{1,64})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*\s*)?(?:\[ARGS\])?\s*")
+_HALF_HEAD = re.compile(r"[A-Za-z0-9_-]{1,64}\s*(?:\[[A-Za-z_\[\]0-9]*\s*)?")
 _MAX_HEAD = 200
 
 
@@ -36,6 +37,7 @@ class CallParser:
         self.tool_format = tool_format
         self._names = names
         self._is_parallel = is_parallel
+        self._is_guided = is_guided
         self._is_bare = not tool_format.starts  # an object at the answer's beginning is a call
         bare = (tool_format.optional_start,) if tool_format.optional_start else ()
         self._starts = bare or (tool_format.starts[:1] if is_guided else tool_format.starts)
@@ -62,12 +64,15 @@ class CallParser:
         return self._take()
 
     def finish(self, *, is_cut: bool) -> list[Event]:
-        """The answer is over; `is_cut` where its length was, so that a call under way is half a call and no text."""
+        """The answer is over; `is_cut` where its length was, so that a call under way is half a call and no text.
+
+        Of half a call nothing is shown before its arguments begin.
+        """
         if self._state == self._in_text:
             self._add_text(self._matcher.flush())
         elif self._state == self._in_ending:
             self._add_text(self._ending)
-        elif self._is_open and not (is_cut and self._item.has_begun):
+        elif self._is_open and not (is_cut and self._is_likely):
             self._give_back()
         self._add(Text(self._held))
         self._held = ""
@@ -78,6 +83,13 @@ class CallParser:
         """Whether something that should become a call is under way."""
         has_begun = self._raw.strip() not in ("", *self.tool_format.ends)
         return self._state != self._dropping and not self._item.is_whole and has_begun
+
+    @property
+    def _is_likely(self) -> bool:
+        """Whether what is under way is half a call rather than text that looks like one."""
+        if self._state == self._in_head:
+            return _HALF_HEAD.fullmatch(self._head) is not None
+        return not self._is_bare or self._is_guided or self._item.has_name
 
     def _take(self) -> list[Event]:
         events, self._events = self._events, []

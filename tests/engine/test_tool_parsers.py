@@ -181,6 +181,25 @@ def test_an_answer_that_was_cut_keeps_the_half_of_its_call() -> None:
     assert read_all_ways(HERMES, answer) == (answer, [], ['{"city": "Pa'])
 
 
+@pytest.mark.parametrize(
+    ("tool_format", "answer", "text"),
+    [
+        (HERMES, 'So.\n<tool_call>\n{"name": "get_wea', "So."),
+        (HERMES, "So.\n<tool_call>", "So."),
+        (HERMES, "a <", "a <"),
+        (GRANITE, '<|tool_call|>[{"arguments": {"city": "Par', ""),
+        (MISTRAL_NAMED, "[TOOL_CALLS]get_weather[AR", ""),
+        (MISTRAL_NAMED, "[TOOL_CALLS]I would rather", "[TOOL_CALLS]I would rather"),
+        (LLAMA, '{"name": "now", "param', ""),
+        (LLAMA, '{"na', '{"na'),
+    ],
+)
+def test_half_a_call_without_arguments_is_not_shown_where_the_answer_was_cut(
+    tool_format: ToolFormat, answer: str, text: str
+) -> None:
+    assert read_all_ways(tool_format, answer, is_cut=True) == (text, [], [])
+
+
 def test_without_parallel_calls_the_first_ends_the_answer() -> None:
     answer = HERMES.write([ToolCall("a", *PARIS), ToolCall("b", *SUM)]) + " and more"
     assert read_all_ways(HERMES, answer, is_parallel=False) == ("", [PARIS], [])
