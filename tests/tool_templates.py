@@ -159,6 +159,26 @@ PHI = """
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
 """
 
+# Phi-4 mini with instructions: earlier calls are written without the word that begins them, and arguments are text.
+FUNCTOOLS = """
+{%- if tools %}
+    {{- '<|system|>Call functions as functools[{"name": name, "arguments": JSON}, ...]' }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) }}{%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' }}
+    {%- if message.content %}{{- message.content }}
+    {%- elif message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}' }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+
 # Qwen 3 Coder: tags instead of JSON, which is not read here.
 TAGS = HERMES.replace(
     '{"name": ..., "arguments": ...}', "<function=name><parameter=key>value</parameter></function>"
@@ -185,6 +205,7 @@ FAMILIES: dict[str, tuple[str, list[str], list[str]]] = {
     "mistral-named": (MISTRAL_NAMED, ["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"], []),
     "granite": (GRANITE, ["<|tool_call|>"], []),
     "phi": (PHI, ["<|tool|>", "<|/tool|>", "<|assistant|>"], ["<|tool_call|>", "<|/tool_call|>"]),
+    "phi-functools": (FUNCTOOLS, ["<|assistant|>"], []),
     "tags": (TAGS, ["<|im_start|>", "<|im_end|>"], ["<tool_call>", "</tool_call>"]),
     "plain": (PLAIN, [], []),
 }

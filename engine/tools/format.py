@@ -23,8 +23,8 @@ class ToolFormat:
     Attributes:
         name: shown at start-up.
         opening, between, closing: the texts around items, as the model was trained to write them.
-        starts: marks by which calls are recognised in an answer; more than `opening`'s where models write others too.
-            Without any, an answer that begins with an object is a call.
+        starts: marks by which calls are recognised in an answer: what `opening` begins with, then others that models
+            write too. Without any, an answer that begins with an object is a call.
         ends: marks that may stand after calls.
         optional_start: a mark that may stand before calls.
         arguments_key: the key of the arguments.
@@ -50,6 +50,9 @@ class ToolFormat:
     repeats: bool = True
     call_id_len: int | None = None
     marks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.starts or self.opening.startswith(self.starts[0]), "grammars know the first start alone"
 
     def around(self, name: str) -> tuple[str, str]:
         """What stands before and after the arguments in an item that calls the function `name`."""

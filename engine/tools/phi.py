@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from engine.tools.format import ToolFormat
 
-_STARTS = ("<|tool_call|>", "functools")
-
 PHI = ToolFormat(
     name="phi",
     opening="<|tool_call|>[",
     between=", ",
     closing="]<|/tool_call|>",
-    starts=_STARTS,
+    starts=("<|tool_call|>", "functools"),
     ends=("<|/tool_call|>",),
     marks=("<|tool_call|>", "<|/tool_call|>"),
 )
@@ -20,7 +18,7 @@ PHI_FUNCTOOLS = ToolFormat(
     opening="functools[",
     between=", ",
     closing="]",
-    starts=_STARTS,
+    starts=("functools", "<|tool_call|>"),
     ends=("<|/tool_call|>",),
     marks=("<|tool_call|>", "<|/tool_call|>"),
 )

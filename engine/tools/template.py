@@ -27,6 +27,11 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | No
 
 # Those with more marks first: their calls would be read as the others' too.
 FORMATS = (HERMES, MISTRAL_NAMED, MISTRAL, PHI, GRANITE, PHI_FUNCTOOLS, LLAMA)
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"key": {"type": "string", "description": "A key."}},
+    "required": ["key"],
+}
 _PROBE = Function(
     "probe_of_tools", "Tries the template.", {"type": "object", "properties": {"key": {"type": "string"}}}
 )
@@ -92,7 +97,9 @@ def probe_tools(
         written = _written_call(render, tools, as_content)
         tool_format = next((each for each in FORMATS if _reads(each, written)), None)
         if tool_format is not None:
-            return TemplateTools(place, _known(tool_format, source), True, takes_text)
+            # An object without marks may be short for a format that the template's instructions show in full.
+            is_short = not tool_format.starts and fallback is not None
+            return TemplateTools(place, fallback if is_short else _known(tool_format, source), True, takes_text)
     return TemplateTools(place, fallback)
 
 

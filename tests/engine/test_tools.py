@@ -62,6 +62,7 @@ def render(family: str, *messages: Message, tools: ToolUse | None = BOTH) -> str
         ("mistral-named", "argument", "mistral-named", True, False),
         ("granite", "argument", "granite", False, False),
         ("phi", "system", "phi", False, False),
+        ("phi-functools", "argument", "phi-functools", True, True),
     ],
 )
 def test_a_template_tells_how_it_takes_tools(
@@ -198,7 +199,7 @@ def check(calls: list[tuple[str, Any]]) -> None:
         validate(arguments, {"get_weather": WEATHER, "now": NOW}[name].schema)
 
 
-@pytest.mark.parametrize("family", CALLING)
+@pytest.mark.parametrize("family", [*CALLING, "phi-functools"])
 def test_a_required_call_is_all_that_an_answer_can_be(family: str) -> None:
     named = ToolUse([WEATHER, NOW], frozenset({"get_weather"}), is_required=True, is_parallel=False)
     seen = set()
@@ -214,7 +215,7 @@ def test_a_required_call_is_all_that_an_answer_can_be(family: str) -> None:
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("family", CALLING)
+@pytest.mark.parametrize("family", [*CALLING, "phi-functools"])
 def test_a_strict_call_follows_its_schema_once_it_has_begun(family: str) -> None:
     strict = Function(WEATHER.name, None, WEATHER.parameters, is_strict=True)
     use = ToolUse([strict, NOW], BOTH.callable_names, is_parallel=False)
