@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine import encoders
-from engine.audio import GraniteSpeechFrontend, TrimmedWhisperFrontend, VoxtralFrontend, WhisperFrontend
+from engine.audio import (
+    ConformerFrontend,
+    GraniteSpeechFrontend,
+    TrimmedWhisperFrontend,
+    VoxtralFrontend,
+    WhisperFrontend,
+)
 from engine.errors import UnsupportedModel
 from engine.frontend import Frontend
 from engine.request import Modality
-from engine.vision import FixedImageFrontend, GridImageFrontend, PatchImageFrontend
+from engine.vision import CropImageFrontend, FixedImageFrontend, GridImageFrontend, PatchImageFrontend
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,6 +73,8 @@ class Architecture:
         has_grid_positions: whether images are placed by row and column (M-RoPE).
         has_long_rope: whether longrope checkpoints are served, with frequencies chosen request by request.
         hides_placeholders: whether the class embeds token 0 for a placeholder, even one that it has generated itself.
+        two_way_tower: prefix of a tower's modules that claim to be causal although they are not: images without padding have
+            no mask, and PyTorch's kernel would then believe them.
         whole: classes of checkpoints of which this model is a part, and the part's name in their config.
         transcription_request: what to ask beside a clip to get its transcript, from the model's card.
         language_request: the same where `{language}` is known; empty where the card has no such wording.
@@ -81,6 +89,7 @@ class Architecture:
     has_grid_positions: bool = False
     has_long_rope: bool = False
     hides_placeholders: bool = False
+    two_way_tower: str = ""
     whole: tuple[frozenset[str], str] = (frozenset(), "")
     transcription_request: str = ""
     language_request: str = ""
@@ -117,6 +126,13 @@ def _qwen_omni_audio(processor: Any, config: Any) -> Frontend:
     tokens = processor.tokenizer
     inline = f"{tokens.audio_bos_token}{tokens.audio_token}{tokens.audio_eos_token}"
     return TrimmedWhisperFrontend(processor.feature_extractor, tokens, tokens.audio_token, inline)
+
+
+def _conformer(processor: Any, config: Any) -> Frontend:
+    token = processor.tokenizer.convert_ids_to_tokens(config.audio_config.audio_token_id)
+    # The whole processor calls its feature extractor an audio processor.
+    extractor = getattr(processor, "audio_processor", None) or processor.feature_extractor
+    return ConformerFrontend(extractor, processor.tokenizer, token)
 
 
 def _qwen_image(processor: Any, config: Any) -> Frontend:
@@ -194,6 +210,21 @@ ARCHITECTURES = {
             has_grid_positions=True,
             whole=(frozenset({"Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"}), "thinker_config"),
             transcription_request="Transcribe the audio into text.",
+        ),
+        Architecture(
+            "Phi4MultimodalForCausalLM",
+            parts=(
+                ("model.embed_tokens_extend.audio_embed.encoder.", "tower"),
+                ("model.embed_tokens_extend.image_embed.img_processor.", "tower"),
+                ("model.embed_tokens_extend.", "connector"),
+            ),
+            media={
+                "audio": MediaSupport(encoders.conformer_audio, _conformer),
+                "image": MediaSupport(encoders.image_in_crops, CropImageFrontend),
+            },
+            has_long_rope=True,
+            two_way_tower="model.embed_tokens_extend.image_embed.img_processor.",
+            transcription_request="Transcribe the audio clip into text.",
         ),
     )
 }

@@ -6,7 +6,8 @@ is checked against it. Runs on the caller's thread, never in an engine step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from engine.state import MediaInput
 
 SILENCE_PEAK = 1e-3
 """Clips whose samples all stay below this (-60 dB of full scale) hold nothing to hear; a quiet room is louder."""
+
+BESIDE_IMAGES = "_beside_images"
+"""Added to the names of a clip's inputs where the prompt's images change what becomes of them."""
 
 
 class AudioFrontend:
@@ -59,6 +63,10 @@ class AudioFrontend:
         except MediaError as error:
             error.param = part.param
             raise
+
+    def beside(self, media: MediaInput, modalities: Collection[Modality]) -> MediaInput:
+        """As in `engine.frontend.Frontend`: for most models a clip is the same whatever else the prompt holds."""
+        return media
 
     def prepare(self, clip: AudioClip) -> MediaInput:
         """One clip's features, computed alone: padding to a longer one would change them.
@@ -145,3 +153,25 @@ class VoxtralFrontend(AudioFrontend):
         return {
             "input_features": mel.unflatten(1, (-1, int(self._extractor.nb_max_frames))).transpose(0, 1).contiguous()
         }
+
+
+class ConformerFrontend(AudioFrontend):
+    """Phi-4-multimodal: log-mel frames, one token for each eight (12.5 a second); another projection beside images."""
+
+    def num_tokens(self, num_samples: int) -> int:
+        """ceil(F / 8) of the F = (S - 400) // 160 + 1 frames, with the checkpoint's own window, hop and rate."""
+        extractor = self._extractor
+        num_frames = (max(num_samples, extractor.win_length) - extractor.win_length) // extractor.hop_length + 1
+        return -(-num_frames // int(extractor.audio_compression_rate))
+
+    def beside(self, media: MediaInput, modalities: Collection[Modality]) -> MediaInput:
+        """A prompt that holds an image has its clips projected in another way; the input's name says which."""
+        if "image" not in modalities:
+            return media
+        features = {f"{name}{BESIDE_IMAGES}": tensor for name, tensor in media.features.items()}
+        return replace(media, digest=f"{media.digest}{BESIDE_IMAGES}", features=features)
+
+    def _features(self, samples: np.ndarray) -> Mapping[str, torch.Tensor]:
+        padded = np.pad(samples, (0, max(0, self._extractor.win_length - samples.size)))
+        made = self._extractor(padded, sampling_rate=self.rate, return_tensors="pt")
+        return {"input_features": made["audio_input_features"]}

@@ -6,6 +6,7 @@ One frontend a modality. A prompt's text holds `placeholder` for an item; it bec
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from engine.request import AudioPart, ImagePart, Modality
@@ -49,6 +50,9 @@ class Frontend(Protocol):
 
     def read(self, part: Any, limits: MediaLimits) -> MediaInput:
         """Decode and prepare one item; raises `MediaError` with the part's `param`."""
+
+    def beside(self, media: MediaInput, modalities: Collection[Modality]) -> MediaInput:
+        """The item as the model takes it in a prompt that holds these modalities, with a digest of its own if it differs."""
 
 
 def modality_of(part: AudioPart | ImagePart) -> Modality:

@@ -215,7 +215,9 @@ class Intake:
                     f"send fewer, earlier turns included, or start with --limit-mm-per-prompt '{{\"{modality}\": N}}'.",
                     param=part.param,
                 )
-        return [self._frontends[modality_of(part)].read(part, self._limits) for part in parts]
+        items = [self._frontends[modality_of(part)].read(part, self._limits) for part in parts]
+        modalities = {item.modality for item in items}
+        return [self._frontends[item.modality].beside(item, modalities) for item in items]
 
     def _guide(self, sampling: SamplingParams, tools: ToolUse | None, text: TextSide) -> Guide | None:
         """What the answer may be; None for anything."""

@@ -68,7 +68,13 @@ class BaseModel:
         if "longrope" in rope_types(self.config):
             self.decoder.rotary_emb = self.long_rope = LongRope(self.decoder.rotary_emb, self.text_config)
         # The decoder's layers read the implementation from this config at each call; towers have configs of their own.
-        self.decoder.config._attn_implementation = PAGED_ATTENTION
+        # The empty name leaves the towers' out, where all hang on one config.
+        self.decoder.config._attn_implementation = {"": PAGED_ATTENTION}
+
+        if architecture.two_way_tower:
+            for module_name, module in model.named_modules():
+                if module_name.startswith(architecture.two_way_tower) and hasattr(module, "is_causal"):
+                    cast(Any, module).is_causal = False
 
     @property
     def vocab_size(self) -> int:
@@ -78,12 +84,7 @@ class BaseModel:
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
         """The token ids that stand for media."""
-        config = self.config
-        # Older configs call the id an index.
-        return tuple(
-            int(getattr(config, f"{kind}_token_{'id' if hasattr(config, f'{kind}_token_id') else 'index'}"))
-            for kind in self.architecture.media
-        )
+        return tuple(_placeholder_id(self.config, kind) for kind in self.architecture.media)
 
     @property
     def max_positions(self) -> int:
@@ -345,6 +346,17 @@ def _pick_dtype(dtype: str, config: PretrainedConfig, device: torch.device) -> t
     if dtype not in _DTYPES:
         raise InvalidRequest(f"--dtype is {dtype!r}, but must be auto or one of {', '.join(_DTYPES)}.", param="dtype")
     return _DTYPES[dtype]
+
+
+def _placeholder_id(config: Any, modality: Modality) -> int:
+    """The token id of a modality: at the config's top, where older ones call it an index, or in the tower's part."""
+    tower = getattr(config, "audio_config" if modality == "audio" else "vision_config", None)
+    places = [(config, "id"), (config, "index"), (tower, "id")]
+    return next(
+        int(getattr(place, f"{modality}_token_{word}"))
+        for place, word in places
+        if hasattr(place, f"{modality}_token_{word}")
+    )
 
 
 def _is_linear(module: nn.Module) -> bool:

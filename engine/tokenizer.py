@@ -10,15 +10,25 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import transformers
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers.feature_extraction_utils import FeatureExtractionMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.utils.hub import cached_file
 
 from engine.errors import InvalidRequest
 from engine.request import Modality
+
+_PREPARED_HERE = frozenset({"Phi4MultimodalImageProcessor", "Phi4MMImageProcessor"})
+"""Image processors that need torchvision in every form; `engine/vision` does their work from their settings."""
+_EXTRACTORS = {
+    "Phi4MultimodalFeatureExtractor": "Phi4MultimodalFeatureExtractor",
+    "Phi4MMAudioFeatureExtractor": "Phi4MultimodalFeatureExtractor",
+}
+"""Type that a folder's files name -> transformers' class."""
 
 
 def load_tokenizer(path: str, gguf_file: str | None) -> Any:
@@ -71,14 +81,14 @@ def load_processor(path: str, tokenizer: Any, modalities: Collection[Modality]) 
         InvalidRequest: there is none.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, ImportError):
-        processor = AutoProcessor.from_pretrained(path)
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
         if hasattr(processor, "tokenizer"):
             return processor
     try:
         return ProcessorParts(
             tokenizer,
             image_processor=_load_image_processor(path) if "image" in modalities else None,
-            feature_extractor=AutoFeatureExtractor.from_pretrained(path) if "audio" in modalities else None,
+            feature_extractor=_load_feature_extractor(path) if "audio" in modalities else None,
             chat_template=_processor_template(path),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -91,13 +101,24 @@ def load_processor(path: str, tokenizer: Any, modalities: Collection[Modality]) 
 
 
 def _load_image_processor(path: str) -> Any:
-    """The model's image processor, in the form that needs no torchvision where that is missing."""
+    """The model's image processor, in the form that needs no torchvision where that is missing, or its settings."""
+    config, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    name = str(config.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
+    if name in _PREPARED_HERE:
+        return SimpleNamespace(**config)
     try:
-        return AutoImageProcessor.from_pretrained(path)
+        return AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
     except ImportError:  # older transformers ask for torchvision although they have the other form too
-        config, _ = ImageProcessingMixin.get_image_processor_dict(path)
-        name = str(config["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
         return getattr(transformers, f"{name}Pil").from_pretrained(path)
+
+
+def _load_feature_extractor(path: str) -> Any:
+    """The model's feature extractor."""
+    config, _ = FeatureExtractionMixin.get_feature_extractor_dict(path)
+    name = config.get("feature_extractor_type", "")
+    if name in _EXTRACTORS:  # transformers finds these by the name of the whole processor alone
+        return getattr(transformers, _EXTRACTORS[name]).from_dict(config)
+    return AutoFeatureExtractor.from_pretrained(path, trust_remote_code=False)
 
 
 def _processor_template(path: str) -> str | None:

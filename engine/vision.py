@@ -6,10 +6,13 @@ checked against it. Runs on the caller's thread, never in an engine step.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import torch
 
+from engine.crops import CropRules, cut_into_crops, num_crop_features
 from engine.errors import MediaError
 from engine.frontend import MediaLimits
 from engine.images import DecodedImage, decode_image
@@ -52,6 +55,10 @@ class ImageFrontend:
             return self.prepare(image)
         except ValueError as error:  # Image processors refuse some sizes, such as very long and narrow ones.
             raise MediaError(f"The model cannot take this image: {error}.", param=part.param) from None
+
+    def beside(self, media: MediaInput, modalities: Collection[Modality]) -> MediaInput:
+        """As in `engine.frontend.Frontend`: an image is the same whatever else the prompt holds."""
+        return media
 
     def prepare(self, image: DecodedImage) -> MediaInput:
         """One image's pixels in the model's size; raises ValueError where the model cannot take its size."""
@@ -106,3 +113,33 @@ class GridImageFrontend(ImageFrontend):
         rows, columns = height // self._processor.merge_size, width // self._processor.merge_size
         inputs = {"pixel_values": pixels["pixel_values"], "image_grid_thw": grid}
         return MediaInput(digest, inputs, rows * columns, "image", grid=(rows, columns))
+
+
+class CropImageFrontend(ImageFrontend):
+    """Images keep their shape: an overview and a grid of crops, as many as cover them (Phi-4-multimodal).
+
+    The model's config says how large crops and patches are, the image processor's settings how many there may be.
+    """
+
+    def __init__(self, processor: Any, config: Any) -> None:
+        vision, settings = config.vision_config, processor.image_processor
+        placeholder = processor.tokenizer.convert_ids_to_tokens(vision.image_token_id)
+        super().__init__(settings, processor.tokenizer, placeholder)
+        self._rules = CropRules(
+            crop_size=vision.crop_size,
+            patch_size=vision.patch_size,
+            max_crops=getattr(settings, "dynamic_hd", 36),
+            mean=getattr(settings, "image_mean", (0.5, 0.5, 0.5)),
+            std=getattr(settings, "image_std", (0.5, 0.5, 0.5)),
+        )
+
+    def prepare(self, image: DecodedImage) -> MediaInput:
+        """As in `ImageFrontend`."""
+        crops, side = cut_into_crops(np.asarray(image.pixels), self._rules), self._rules.crop_size
+        features = {
+            "image_pixel_values": crops.pixels[None],
+            "image_attention_mask": crops.mask[None],
+            "image_sizes": torch.tensor([[crops.height, crops.width]]),
+        }
+        num_tokens = num_crop_features(crops.mask, crops.height // side, crops.width // side)
+        return MediaInput(image.digest, features, num_tokens, "image")

@@ -1,11 +1,13 @@
 """Tiny random models that take audio, images or both, with the processors that belong to them.
 
 `tests/oracles.make_model` builds and saves them; this file only says what they look like. `media_inputs` gives what
-transformers' own forward takes for a prompt's media, by the processors' parts and not by the code under test.
+transformers' own forward takes for a prompt's media, by the processors' parts and not by the code under test (but for one
+processor that cannot be had, see `_phi_images`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
+
+from engine.crops import CropRules, cut_into_crops
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,11 +32,15 @@ QWEN_VL = "Qwen2_5_VLForConditionalGeneration"
 QWEN_AUDIO = "Qwen2AudioForConditionalGeneration"
 OMNI = "Qwen2_5OmniThinkerForConditionalGeneration"
 VOXTRAL = "VoxtralForConditionalGeneration"
-MEDIA_MODELS = (GEMMA, LLAVA, QWEN_VL, QWEN_AUDIO, VOXTRAL, OMNI)
+PHI = "Phi4MultimodalForCausalLM"
+MEDIA_MODELS = (GEMMA, LLAVA, QWEN_VL, QWEN_AUDIO, VOXTRAL, PHI, OMNI)
 HAS_OMNI = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 """Older versions of transformers lay the class out in a way that is refused."""
 WINDOW_SECONDS = {QWEN_AUDIO: 1, VOXTRAL: 2, OMNI: 10}
 """Of the feature extractors; the longest clip, but for Voxtral, which takes several windows."""
+
+PHI_CROPS = 6
+"""Most crops of one of the tiny Phi-4's images."""
 
 EXTRA_TOKENS = {
     "image_token": "<|image|>", "boi_token": "<|begin|>", "eoi_token": "<|end|>", "vision_bos_token": "<|begin|>",
@@ -86,6 +94,19 @@ def media_config(architecture: str, text: Mapping[str, Any]) -> Any:
             text_config={**text, "model_type": "llama"}, audio_config=audio, audio_token_id=AUDIO,
             tie_word_embeddings=False,
         )  # fmt: skip
+    if architecture == PHI:
+        audio = {
+            "input_size": 16, "hidden_size": 32, "intermediate_size": 40, "num_blocks": 2, "num_attention_heads": 4,
+            "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 8,
+            "bias_max_distance": 20, "audio_token_id": AUDIO,
+        }  # fmt: skip
+        vision = {
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "image_size": 24, "crop_size": 24, "patch_size": 4, "image_token_id": IMAGE,
+        }  # fmt: skip
+        return transformers.Phi4MultimodalConfig(
+            **{"sliding_window": 31, **text}, audio_config=audio, vision_config=vision
+        )
     vision = {**_QWEN_VISION, "out_hidden_size": width}
     if architecture == QWEN_VL:
         return transformers.Qwen2_5_VLConfig(
@@ -118,6 +139,17 @@ def save_processor(architecture: str, tokenizer: Any, folder: Path) -> None:
         _whisper(architecture).save_pretrained(folder)
     elif architecture == QWEN_VL:
         _qwen_images().save_pretrained(folder)
+    elif architecture == PHI:
+        # The class of the image processor cannot be made without torchvision, so the file is written as it writes it.
+        parts = {
+            "processor_class": "Phi4MultimodalProcessor",
+            "audio_processor": json.loads(_conformer().to_json_string()),
+            "image_processor": {
+                "image_processor_type": "Phi4MultimodalImageProcessor", "dynamic_hd": PHI_CROPS, "image_mean": [0.5] * 3,
+                "image_std": [0.5] * 3, "patch_size": 4, "size": {"height": 24, "width": 24},
+            },
+        }  # fmt: skip
+        (folder / "processor_config.json").write_text(json.dumps(parts))
     elif architecture == OMNI:
         # One file holds what both parts need, as in the released checkpoints.
         merged = {**_qwen_images().to_dict(), **_whisper(architecture).to_dict()}
@@ -130,7 +162,9 @@ def media_inputs(architecture: str, media: Sequence[np.ndarray | Image.Image]) -
     clips = [item for item in media if isinstance(item, np.ndarray)]
     inputs: dict[str, torch.Tensor] = {}
     if images:
-        if architecture == GEMMA:
+        if architecture == PHI:
+            inputs |= _phi_images(images)
+        elif architecture == GEMMA:
             made = transformers.Gemma3ImageProcessorPil(size={"height": 24, "width": 24})(images, return_tensors="pt")
             inputs["pixel_values"] = made["pixel_values"]
         elif architecture == LLAVA:
@@ -139,7 +173,10 @@ def media_inputs(architecture: str, media: Sequence[np.ndarray | Image.Image]) -
             inputs["pixel_values"] = processor(images, return_tensors="pt")["pixel_values"]
         else:
             inputs |= dict(_qwen_images()(images, return_tensors="pt"))
-    if clips and architecture == VOXTRAL:
+    if clips and architecture == PHI:
+        made = _conformer()(clips, sampling_rate=16_000, return_tensors="pt")
+        inputs |= {name: made[name] for name in ("audio_input_features", "audio_embed_sizes")}
+    elif clips and architecture == VOXTRAL:
         window = 16_000 * WINDOW_SECONDS[VOXTRAL]
         mels = [
             _whisper(VOXTRAL)(
@@ -166,6 +203,27 @@ def _whisper(architecture: str) -> Any:
     return transformers.WhisperFeatureExtractor(
         feature_size=16, chunk_length=WINDOW_SECONDS[architecture], sampling_rate=16_000
     )
+
+
+def _conformer() -> Any:
+    return transformers.Phi4MultimodalFeatureExtractor(feature_size=16)
+
+
+def _phi_images(images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+    """Crops of several images, filled up to equal number as the model's processor does, which needs torchvision.
+
+    The cutting is the engine's; `tests/engine/test_crops.py` holds it against what that processor made.
+    """
+    rules = CropRules(24, 4, PHI_CROPS, [0.5] * 3, [0.5] * 3)
+    crops = [cut_into_crops(np.asarray(image), rules) for image in images]
+    longest = max(len(one.mask) for one in crops)
+    pixels = torch.zeros(len(crops), longest, 3, 24, 24)
+    mask = torch.ones(len(crops), longest, 6, 6)
+    for row, one in enumerate(crops):
+        pixels[row, : len(one.pixels)] = one.pixels
+        mask[row, : len(one.mask)] = one.mask.float()
+    sizes = torch.tensor([[one.height, one.width] for one in crops])
+    return {"image_pixel_values": pixels, "image_attention_mask": mask, "image_sizes": sizes}
 
 
 def _qwen_images() -> Any:

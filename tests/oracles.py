@@ -7,6 +7,7 @@ the code under test.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.media_models import EXTRA_SPECIALS, EXTRA_TOKENS, MEDIA_MODELS, media_config, save_processor
+from tests.media_models import EXTRA_SPECIALS, EXTRA_TOKENS, MEDIA_MODELS, PHI, media_config, save_processor
 
 SPECIALS = ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|pad|>", "<|audio|>"]
 EOS = 256
@@ -120,7 +121,8 @@ def make_model(architecture: str, folder: Path, seed: int = 0, **overrides: Any)
     model = getattr(transformers, architecture)(_config(architecture, **overrides)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for full_name, parameter in model.named_parameters():
+            name = re.sub(r"embed_tokens_extend\.(audio|image)_embed", "media", full_name)
             if architecture in MEDIA_MODELS and ("conv" in name or "patch_embed" in name) and parameter.ndim > 2:
                 fan_in = parameter[0].numel()
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 2 / fan_in**0.5)
@@ -190,12 +192,14 @@ class Oracle:
         self._model_folder = model_folder
         self._class = getattr(transformers, architecture)
         self._adapters = dict(adapters or {})
+        # Its image tower takes images without padding for causal otherwise, alone but not beside padded ones.
+        self._settings = {"attn_implementation": "eager"} if architecture == PHI else {}
         self._loaded: dict[str | None, Any] = {}
 
     def model(self, adapter: str | None) -> Any:
         """The plain model, or a PeftModel of it."""
         if adapter not in self._loaded:
-            model = self._class.from_pretrained(self._model_folder, dtype=torch.float32).eval()
+            model = self._class.from_pretrained(self._model_folder, dtype=torch.float32, **self._settings).eval()
             if adapter is not None:
                 model = PeftModel.from_pretrained(model, self._adapters[adapter]).eval()
             self._loaded[adapter] = model

@@ -28,6 +28,7 @@ from tests.media_models import (
     LLAVA,
     MEDIA_MODELS,
     OMNI,
+    PHI,
     QWEN_AUDIO,
     QWEN_VL,
     VOXTRAL,
@@ -39,9 +40,11 @@ from tests.oracles import Oracle, make_adapter, make_model, tone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 TARGETS = {
-    "tower": r".*(vision_tower|visual|audio_tower)\.(?!merger|patch_embed).*\.(q_proj|v_proj|fc1|qkv|proj|up_proj)",
-    "connector": r".*(multi_modal_projector\.linear.*|visual\.merger\.mlp\.0|audio_tower\.proj)",
-    "decoder": r".*language_model.*\.(q_proj|down_proj)",
+    "tower": r".*(vision_tower|visual|audio_tower|img_processor|audio_embed\.encoder)\.(?!merger|patch_embed).*"
+    r"\.(q_proj|v_proj|fc1|qkv|proj|up_proj|gate_up_proj)",
+    "connector": r".*(multi_modal_projector\.linear.*|visual\.merger\.mlp\.0|audio_tower\.proj|img_projection_up"
+    r"|down_proj_for_\w+)",
+    "decoder": r"(.*language_model|model\.layers).*\.(q_proj|qkv_proj|down_proj)",
 }
 
 Media = np.ndarray | Image.Image
@@ -79,7 +82,7 @@ class World:
         """Items of several requests: one, two, and where the model takes both kinds, one of each."""
         images: list[Media] = [picture(40, 30, 1), picture(23, 61, 2), picture(30, 30, 3)]
         clips: list[Media] = [tone(0.31, 300), tone(0.6, 500), tone(0.13, 700)]
-        if self.architecture == OMNI:
+        if self.architecture in (OMNI, PHI):
             return [[images[0]], [clips[0]], [images[1], clips[1]], [clips[2], images[2], images[0]]]
         if self.architecture == VOXTRAL:
             clips[1] = tone(2.4, 500)  # two windows
