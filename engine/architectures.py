@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine import encoders
+from engine import encoders, published_phi4
 from engine.audio import (
     ConformerFrontend,
     GraniteSpeechFrontend,
@@ -75,6 +75,7 @@ class Architecture:
         hides_placeholders: whether the class embeds token 0 for a placeholder, even one that it has generated itself.
         two_way_tower: prefix of a tower's modules that claim to be causal although they are not: images without padding have
             no mask, and PyTorch's kernel would then believe them.
+        renames: pattern in the names of weights and adapters, as the model was published -> what transformers' class has.
         whole: classes of checkpoints of which this model is a part, and the part's name in their config.
         transcription_request: what to ask beside a clip to get its transcript, from the model's card.
         language_request: the same where `{language}` is known; empty where the card has no such wording.
@@ -90,6 +91,7 @@ class Architecture:
     has_long_rope: bool = False
     hides_placeholders: bool = False
     two_way_tower: str = ""
+    renames: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[frozenset[str], str] = (frozenset(), "")
     transcription_request: str = ""
     language_request: str = ""
@@ -130,9 +132,7 @@ def _qwen_omni_audio(processor: Any, config: Any) -> Frontend:
 
 def _conformer(processor: Any, config: Any) -> Frontend:
     token = processor.tokenizer.convert_ids_to_tokens(config.audio_config.audio_token_id)
-    # The whole processor calls its feature extractor an audio processor.
-    extractor = getattr(processor, "audio_processor", None) or processor.feature_extractor
-    return ConformerFrontend(extractor, processor.tokenizer, token)
+    return ConformerFrontend(processor.feature_extractor, processor.tokenizer, token)
 
 
 def _qwen_image(processor: Any, config: Any) -> Frontend:
@@ -224,6 +224,7 @@ ARCHITECTURES = {
             },
             has_long_rope=True,
             two_way_tower="model.embed_tokens_extend.image_embed.img_processor.",
+            renames=published_phi4.RENAMES,
             transcription_request="Transcribe the audio clip into text.",
         ),
     )

@@ -160,9 +160,9 @@ class ConformerFrontend(AudioFrontend):
 
     def num_tokens(self, num_samples: int) -> int:
         """ceil(F / 8) of the F = (S - 400) // 160 + 1 frames, with the checkpoint's own window, hop and rate."""
-        extractor = self._extractor
-        num_frames = (max(num_samples, extractor.win_length) - extractor.win_length) // extractor.hop_length + 1
-        return -(-num_frames // int(extractor.audio_compression_rate))
+        window, hop = int(self._extractor.win_length), int(self._extractor.hop_length)
+        num_frames = (max(num_samples, window) - window) // hop + 1
+        return -(-num_frames // int(self._extractor.audio_compression_rate))
 
     def beside(self, media: MediaInput, modalities: Collection[Modality]) -> MediaInput:
         """A prompt that holds an image has its clips projected in another way; the input's name says which."""

@@ -126,4 +126,5 @@ def num_crop_features(mask: torch.Tensor, rows: int, columns: int) -> int:
 def _tiles(image: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """[c, rows * s, columns * s] -> [rows * columns, c, s, s]."""
     tiles = image.unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
-    return tiles.permute(1, 3, 0, 2, 4).flatten(0, 1).contiguous()
+    in_order: torch.Tensor = tiles.permute(1, 3, 0, 2, 4).flatten(0, 1).contiguous()
+    return in_order

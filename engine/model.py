@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,7 @@ from engine.errors import AppError, InvalidRequest, UnsupportedModel
 from engine.kv_cache import KVShape
 from engine.lora_embedding import EmbeddingLora
 from engine.positions import NUM_GRID_ROWS, LongRope
+from engine.published_phi4 import PUBLISHED_TYPE, native_config
 from engine.request import Modality
 
 logger = logging.getLogger(__name__)
@@ -180,7 +182,7 @@ class BaseModel:
             model_name=self.name,
             linears=linears,
             unsupported=unsupported,
-            rename_key=_key_renamer(self.model),
+            rename_key=_key_renamer(self.model, self.architecture.renames),
             max_lora_rank=max_lora_rank,
             lora_dtype=lora_dtype,
             target_suffixes=target_suffixes,
@@ -234,7 +236,7 @@ def load_model(
     _check_path(path, gguf_file)
     target = _pick_device(device)
     with _plain_errors(path):
-        config = AutoConfig.from_pretrained(path, **_gguf(gguf_file))
+        config = _read_config(path, gguf_file)
     architecture = find_architecture(config)
     config = architecture.own_config(config)
     if isinstance(getattr(config, "quantization_config", None), dict):
@@ -253,6 +255,7 @@ def load_model(
                 dtype=torch_dtype,
                 adapter_kwargs=dict(_NO_ADAPTER),
                 output_loading_info=True,
+                **({"key_mapping": dict(architecture.renames)} if architecture.renames else {}),
                 **_gguf(gguf_file),
             )
         missing = sorted(report["missing_keys"])
@@ -282,7 +285,7 @@ def outline_model(path: str) -> BaseModel:
     _check_path(path, None)
     device = torch.device("meta")
     with _plain_errors(path):
-        config = AutoConfig.from_pretrained(path)
+        config = _read_config(path, None)
     architecture = find_architecture(config)
     model_class = getattr(transformers, architecture.class_name)
     with device:
@@ -298,6 +301,16 @@ def _check_path(path: str, gguf_file: str | None) -> None:
         raise InvalidRequest(f"--model {path}: there is no such folder.", param="model")
     if gguf_file and folder.is_dir() and not (folder / gguf_file).is_file():
         raise InvalidRequest(f"--gguf-file {gguf_file}: the model's folder has no such file.", param="gguf_file")
+
+
+def _read_config(path: str, gguf_file: str | None) -> PretrainedConfig:
+    """The model's config; no code that its files name is ever run."""
+    if gguf_file is None:
+        content, _ = PretrainedConfig.get_config_dict(path)
+        if content.get("model_type") == PUBLISHED_TYPE:
+            return native_config(content)
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, **_gguf(gguf_file))
+    return config
 
 
 def _gguf(gguf_file: str | None) -> dict[str, str]:
@@ -376,8 +389,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _key_renamer(model: PreTrainedModel) -> Any:
-    """transformers' own renames of checkpoint keys for this model, as a function on module paths."""
+def _key_renamer(model: PreTrainedModel, renames: Mapping[str, str]) -> Any:
+    """transformers' own renames of checkpoint keys for this model, and `renames`, as a function on module paths."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -386,6 +399,8 @@ def _key_renamer(model: PreTrainedModel) -> Any:
     def rename(path: str) -> str:
         for renaming in renamings:
             path, _ = renaming.rename_source_key(path)
+        for pattern, replacement in renames.items():
+            path = re.sub(pattern, replacement, f"{path}.").removesuffix(".")
         return path
 
     return rename

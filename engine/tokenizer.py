@@ -14,7 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import transformers
-from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.feature_extraction_utils import FeatureExtractionMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.utils.hub import cached_file
@@ -31,15 +38,17 @@ _EXTRACTORS = {
 """Type that a folder's files name -> transformers' class."""
 
 
-def load_tokenizer(path: str, gguf_file: str | None) -> Any:
-    """The model's fast tokenizer.
+def load_tokenizer(path: str, gguf_file: str | None, config: PretrainedConfig | None = None) -> Any:
+    """The model's fast tokenizer; `config` is the model's, where transformers cannot read that of the path.
 
     Raises:
         InvalidRequest: there is none, or it has no fast form (which the detokenizer needs).
     """
-    keywords = {"gguf_file": gguf_file} if gguf_file else {}
+    keywords: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    if config is not None:
+        keywords["config"] = config
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **keywords)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **keywords)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(
             f"No tokenizer could be loaded from {path!r}; the folder needs tokenizer.json.", param="model"
@@ -80,10 +89,11 @@ def load_processor(path: str, tokenizer: Any, modalities: Collection[Modality]) 
     Raises:
         InvalidRequest: there is none.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, ImportError):
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
-        if hasattr(processor, "tokenizer"):
-            return processor
+    if "image" not in modalities or _image_processor_name(path) not in _PREPARED_HERE:
+        with contextlib.suppress(OSError, ValueError, KeyError, ImportError):
+            processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+            if hasattr(processor, "tokenizer"):
+                return processor
     try:
         return ProcessorParts(
             tokenizer,
@@ -102,14 +112,22 @@ def load_processor(path: str, tokenizer: Any, modalities: Collection[Modality]) 
 
 def _load_image_processor(path: str) -> Any:
     """The model's image processor, in the form that needs no torchvision where that is missing, or its settings."""
-    config, _ = ImageProcessingMixin.get_image_processor_dict(path)
-    name = str(config.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
+    name = _image_processor_name(path)
     if name in _PREPARED_HERE:
-        return SimpleNamespace(**config)
+        return SimpleNamespace(**ImageProcessingMixin.get_image_processor_dict(path)[0])
     try:
         return AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
     except ImportError:  # older transformers ask for torchvision although they have the other form too
         return getattr(transformers, f"{name}Pil").from_pretrained(path)
+
+
+def _image_processor_name(path: str) -> str:
+    """The class of the model's image processor, whatever its form; empty where no file names one."""
+    try:
+        config, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    except OSError:
+        return ""
+    return str(config.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
 
 
 def _load_feature_extractor(path: str) -> Any:

@@ -89,7 +89,7 @@ def _config(architecture: str, **overrides: Any) -> Any:
             tie_word_embeddings=False,
         )
     if architecture in MEDIA_MODELS:
-        return media_config(architecture, _TEXT)
+        return media_config(architecture, {**_TEXT, **overrides})
     special: dict[str, dict[str, Any]] = {
         "LlamaForCausalLM": {},
         "MistralForCausalLM": {"sliding_window": 13},
@@ -115,7 +115,7 @@ def _config(architecture: str, **overrides: Any) -> Any:
 def make_model(architecture: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """Save a random model of the architecture with its tokenizer; returns its folder.
 
-    `overrides` are fields of a text model's config.
+    `overrides` are fields of the decoder's config, but for Granite Speech.
     """
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(_config(architecture, **overrides)).eval()
