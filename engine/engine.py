@@ -207,19 +207,20 @@ class Engine:
             self._scheduler, runner, cache, self.tokenizer, runs_ahead=runs_ahead(config, self.base),
             checks_integrity=checks_integrity,
         )  # fmt: skip
+        limits = Limits(
+            max_model_len=self.max_model_len,
+            max_media=config.limit_mm_per_prompt,
+            max_audio_seconds=config.max_audio_seconds,
+            max_media_bytes=config.max_upload_mb * 2**20,
+            # Beside it, every other request of the step gets its token.
+            max_mutual_tokens=config.max_num_batched_tokens - self._scheduler.max_num_seqs + 1,
+        )
         self._intake = Intake(
             texts=self._texts,
             frontends=frontends,
             adapters=self.adapters if config.enable_lora else None,
             base_names=self.model_names,
-            limits=Limits(
-                max_model_len=self.max_model_len,
-                max_media=config.limit_mm_per_prompt,
-                max_audio_seconds=config.max_audio_seconds,
-                max_media_bytes=config.max_upload_mb * 2**20,
-                # Beside it, every other request of the step gets its token.
-                max_mutual_tokens=config.max_num_batched_tokens - self._scheduler.max_num_seqs + 1,
-            ),
+            limits=limits,
             has_grid_positions=self.base.architecture.has_grid_positions,
             short_len=None if self.base.long_rope is None else self.base.long_rope.original_len,
         )
@@ -232,8 +233,10 @@ class Engine:
         self._prober = Prober(
             self._loop.submit,
             lambda prompt: self._intake.build_only(prompt, self._texts.base),
+            lambda built: self._intake.positions(built, 1),
             probe_prompts(self.base.architecture, has_template=bool(chat_template)),
             max_model_len=self.max_model_len,
+            max_mutual_tokens=limits.max_mutual_tokens,
             num_bytes=self.base.dtype.itemsize,
         )
         # Threads of its own, for decoding and prompts; nobody waits for an adapter on them.

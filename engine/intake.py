@@ -170,7 +170,7 @@ class Intake:
             check_logit_bias(sampling, text.vocab_size)
             built = text.builder.build(routed.prompt, routed.media)
             max_tokens = self._max_tokens(sampling, built, getattr(routed.prompt, "is_transcript", False))
-            prompt_positions, position_delta = self._positions(built, max_tokens)
+            prompt_positions, position_delta = self.positions(built, max_tokens)
             tools = getattr(routed.prompt, "tools", None)
             guide = self._guide(sampling, tools, text)
             base_id = request_id or uuid.uuid4().hex
@@ -230,7 +230,7 @@ class Intake:
             )
         return self._guides.compile_calls(tools, _tool_format(text), schema, text)
 
-    def _positions(self, built: BuiltPrompt, max_tokens: int) -> tuple[np.ndarray | None, int]:
+    def positions(self, built: BuiltPrompt, max_tokens: int) -> tuple[np.ndarray | None, int]:
         """`EngineRequest.prompt_positions` and `position_delta`."""
         prompt_len = len(built.token_ids)
         if self._has_grid_positions and any(span.media.grid for span in built.spans):

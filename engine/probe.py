@@ -9,12 +9,15 @@ N positions, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from adapters.errors import AppError
@@ -25,7 +28,18 @@ from engine.architectures import Architecture
 from engine.config import EMBEDDED_ASSETS
 from engine.errors import EngineClosed
 from engine.prompt import BuiltPrompt
-from engine.request import AudioPart, ChatPrompt, Message, Part, Prompt, Receipt, SamplingParams, TextPart, TextPrompt
+from engine.request import (
+    AudioPart,
+    ChatPrompt,
+    ImagePart,
+    Message,
+    Part,
+    Prompt,
+    Receipt,
+    SamplingParams,
+    TextPart,
+    TextPrompt,
+)
 from engine.state import EngineRequest
 
 PROBE_TIMEOUT_S = 20.0
@@ -41,7 +55,7 @@ SLIGHT_KL = 0.01
 
 
 def probe_prompts(architecture: Architecture, *, has_template: bool) -> list[Prompt]:
-    """Texts, and a clip where the model takes audio and the project's own clips are there."""
+    """Texts, a clip where the model takes audio and the project's own clips are there, a picture where it takes images."""
     if not has_template:
         return [TextPrompt(text) for text in TEXTS]
     prompts: list[Prompt] = [ChatPrompt([Message("user", text)]) for text in TEXTS]
@@ -49,7 +63,17 @@ def probe_prompts(architecture: Architecture, *, has_template: bool) -> list[Pro
     if clip is not None and "audio" in architecture.modalities:
         parts: list[Part] = [AudioPart(clip), TextPart(architecture.transcription_request)]
         prompts.append(ChatPrompt([Message("user", parts)]))
+    if "image" in architecture.modalities:
+        prompts.append(ChatPrompt([Message("user", [ImagePart(_picture()), TextPart("What is shown in this image?")])]))
     return prompts
+
+
+def _picture() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """[224, 224, 3]: a bright disc on colours that change from corner to corner."""
+    rows, columns = np.mgrid[0:224, 0:224]
+    image = np.stack([rows, columns, 223 - rows], axis=-1)
+    image[(rows - 90) ** 2 + (columns - 130) ** 2 < 50**2] = (250, 220, 40)
+    return image.astype(np.uint8)
 
 
 class _TooLate(Exception):
@@ -73,8 +97,10 @@ class Prober:
     Args:
         submit: queues a request whose events go to the answer.
         build: token ids of a prompt; called when the first probe needs them.
+        place: `EngineRequest.prompt_positions` and `position_delta` of a prompt.
         prompts: what adapters are tried on.
         max_model_len: prompts that do not fit are left out.
+        max_mutual_tokens: so are those with a longer span of tokens that see each other, which belongs in one step.
         num_bytes: of one number of the model's, which sets how much of a difference is noise.
     """
 
@@ -82,16 +108,20 @@ class Prober:
         self,
         submit: Callable[[EngineRequest, Answer], None],
         build: Callable[[Prompt], BuiltPrompt],
+        place: Callable[[BuiltPrompt], tuple[np.ndarray[Any, Any] | None, int]],
         prompts: Sequence[Prompt],
         *,
         max_model_len: int,
+        max_mutual_tokens: int,
         num_bytes: int,
     ) -> None:
         self._submit = submit
         self._build = build
+        self._place = place
         self._prompts = tuple(prompts)
         self._built: list[BuiltPrompt] | None = None
         self._max_model_len = max_model_len
+        self._max_mutual_tokens = max_mutual_tokens
         self._noise = NOISE.get(num_bytes, NOISE[2])
         self._turn = threading.Lock()
 
@@ -106,7 +136,7 @@ class Prober:
             return self._judge([], handle)
         try:
             for built in self.built_prompts():
-                if len(built.token_ids) + NUM_POSITIONS < self._max_model_len:
+                if self._fits(built):
                     self._compare(built, handle, end, differences)
         except (_TooLate, EngineClosed):
             pass
@@ -117,10 +147,17 @@ class Prober:
         return self._judge(differences, handle)
 
     def built_prompts(self) -> list[BuiltPrompt]:
-        """What adapters are tried on, as the model sees it."""
+        """What adapters are tried on, as the model sees it, without what this server's settings refuse."""
         if self._built is None:
-            self._built = [self._build(prompt) for prompt in self._prompts]
+            self._built = []
+            for prompt in self._prompts:
+                with contextlib.suppress(AppError):  # such as media of which a prompt may hold none
+                    self._built.append(self._build(prompt))
         return self._built
+
+    def _fits(self, built: BuiltPrompt) -> bool:
+        longest = max((span.media.num_tokens for span in built.spans if span.media.is_mutual), default=0)
+        return len(built.token_ids) + NUM_POSITIONS < self._max_model_len and longest <= self._max_mutual_tokens
 
     def _compare(
         self, built: BuiltPrompt, handle: GenerationHandle, end: float, differences: list[tuple[float, bool]]
@@ -140,6 +177,7 @@ class Prober:
         row = _Row()
         digest = None if handle is None else handle.generation.digest
         receipt = Receipt(None if handle is None else handle.name, digest, "probe")
+        prompt_positions, position_delta = self._place(replace(built, token_ids=token_ids))
         request = EngineRequest(
             request_id=f"probe-{uuid.uuid4().hex}",
             prompt_token_ids=list(token_ids),
@@ -150,6 +188,8 @@ class Prober:
             handle=None if handle is None else handle.fork(),
             receipt=receipt,
             on_logits=row,
+            prompt_positions=prompt_positions,
+            position_delta=position_delta,
         )
         answer = Answer(request.request_id, receipt, request.prompt_token_ids)
         self._submit(request, answer)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.answer import Answer
 from engine.config import LoRAModule
 from engine.errors import MediaError
+from engine.prompt import media_parts
 from engine.request import AudioPart, ChatPrompt, ImagePart, Message, TextPart, TextPrompt
 from tests.media_models import (
     EXTRA_SPECIALS,
@@ -248,6 +251,17 @@ def test_media_are_encoded_once_a_tower_whatever_is_preempted(world: World, tmp_
         assert sum(encoded) <= sum(len(items) for items in media) * len(names)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("world", [GEMMA, LLAVA, QWEN_VL, PHI], indirect=True)
+def test_the_probes_picture_is_seen_as_transformers_sees_it(world: World) -> None:
+    prober = world.engine._prober
+    built = prober.built_prompts()[-1]
+    image = next(part.source for part in media_parts(prober._prompts[-1]))
+    logits = prober._logits(built, list(built.token_ids), None, time.monotonic() + 120)
+    asked = SimpleNamespace(prompt_token_ids=built.token_ids)
+    inputs = world.inputs(asked, [Image.fromarray(image)])  # type: ignore[arg-type]
+    torch.testing.assert_close(logits.float(), world.oracle.logits(built.token_ids, **inputs)[-1], atol=2e-4, rtol=1e-4)
 
 
 # The other models' processors need packages that are no part of the installation.

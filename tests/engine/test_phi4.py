@@ -21,6 +21,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.answer import Answer
 from engine.config import LoRAModule
 from engine.model import outline_model
+from engine.probe import NUM_POSITIONS
 from engine.request import AudioPart, ChatPrompt, ImagePart, Message, TextPart
 from tests.media_models import AUDIO, IMAGE, PHI, media_inputs, picture
 from tests.oracles import Oracle, make_adapter, make_model, tone
@@ -120,6 +121,7 @@ def adapters(native: Path) -> dict[str, Path]:
         "speech-lora": make_adapter(native, PHI, root / "speech", targets=DECODER, rank=5, alpha=10, seed=1),
         "vision-lora": make_adapter(native, PHI, root / "vision", targets=DECODER, rank=4, seed=2),
         "towers": make_adapter(native, PHI, root / "towers", targets=TOWERS, rank=3, seed=3),
+        "image-tower": make_adapter(native, PHI, root / "image", targets=r".*img_processor.*\.fc1", rank=2, seed=4),
     }
     # An adapter that was trained on the published classes has their names.
     file = made["towers"] / "adapter_model.safetensors"
@@ -221,3 +223,15 @@ def test_clips_longer_than_the_towers_window_are_batched_without_changing_each_o
     assert float((alone[0] - alone[1]).abs().max()) > 0.05
     for batched, single in zip(together, alone, strict=True):
         torch.testing.assert_close(batched, single, atol=2e-5, rtol=1e-4)
+
+
+def test_the_probe_sees_what_an_adapter_of_the_image_tower_alone_does(
+    engine: Engine, adapters: dict[str, Path]
+) -> None:
+    modalities = [[span.media.modality for span in built.spans] for built in engine._prober.built_prompts()]
+    assert modalities == [[], [], [], ["audio"], ["image"]]
+    engine.adapters.load("image-tower", str(adapters["image-tower"]))
+    report = engine.probe("image-tower", timeout_s=120)
+    assert report.num_tokens == NUM_POSITIONS * 5 and report.mean_kl is not None and report.mean_kl > 1e-5
+    assert report.verdict in ("effect", "slight effect")
+    engine.adapters.unload("image-tower")

@@ -107,3 +107,16 @@ def test_a_model_that_hears_is_tried_on_a_clip_too(tiny_engine: Engine) -> None:
     assert [bool(built.spans) for built in prompts] == [False, False, False, True]
     report = tiny_engine.probe("tower")
     assert report.verdict == "effect" and report.num_tokens == NUM_POSITIONS * 4
+
+
+def test_media_that_a_server_takes_none_of_are_left_out(
+    speech_dir: Path, speech_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    config = EngineConfig(model=str(speech_dir), adapter_dir=str(tmp_path), limit_mm_per_prompt={"audio": 0})
+    engine = Engine(config)
+    try:
+        engine.adapters.load("speech", str(speech_adapters["speech"]))
+        report = engine.probe("speech")
+        assert (report.verdict, report.num_tokens) == ("effect", NUM_POSITIONS * 3)
+    finally:
+        engine.close()
