@@ -28,7 +28,7 @@ from engine.errors import AppError, InvalidRequest, UnsupportedModel
 from engine.kv_cache import KVShape
 from engine.lora_embedding import EmbeddingLora
 from engine.positions import NUM_GRID_ROWS, LongRope
-from engine.published_phi4 import PUBLISHED_TYPE, native_config
+from engine.published_phi4 import PUBLISHED_TYPE, native_fields
 from engine.request import Modality
 
 logger = logging.getLogger(__name__)
@@ -308,9 +308,8 @@ def _read_config(path: str, gguf_file: str | None) -> PretrainedConfig:
     if gguf_file is None:
         content, _ = PretrainedConfig.get_config_dict(path)
         if content.get("model_type") == PUBLISHED_TYPE:
-            return native_config(content)
-    config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, **_gguf(gguf_file))
-    return config
+            return AutoConfig.for_model(**native_fields(content))
+    return cast(PretrainedConfig, AutoConfig.from_pretrained(path, trust_remote_code=False, **_gguf(gguf_file)))
 
 
 def _gguf(gguf_file: str | None) -> dict[str, str]:

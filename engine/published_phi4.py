@@ -11,8 +11,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
-
 PUBLISHED_TYPE = "phi4mm"
 """`model_type` of the published config."""
 
@@ -49,25 +47,24 @@ _AUDIO_KEPT = (
 )  # fmt: skip
 
 
-def native_config(published: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of transformers' class for a published one, as config.json holds it; raises KeyError where it is not."""
-    from transformers import Phi4MultimodalAudioConfig, Phi4MultimodalConfig, Phi4MultimodalVisionConfig
+def native_fields(published: Mapping[str, Any]) -> dict[str, Any]:
+    """A published config, as config.json holds it -> the fields of transformers' one; KeyError where it is none.
 
-    published = copy.deepcopy(dict(published))
+    The sizes of the image tower stand in the published code alone; they are what transformers' class has by default.
+    """
     audio, layers = published["audio_processor"]["config"], published["embd_layer"]
-    audio_fields = {new: audio[old] for old, new in _AUDIO_NAMES.items() if old in audio}
-    audio_fields |= {name: audio[name] for name in _AUDIO_KEPT if name in audio}
     bias = audio["relative_attention_bias_args"]
-    audio_config = Phi4MultimodalAudioConfig(
-        **audio_fields,
-        nemo_conv_channels=audio["nemo_conv_settings"]["conv_channels"],
-        bias_max_distance=bias["t5_bias_max_distance"],
-        bias_symmetric=bias.get("t5_bias_symmetric", False),
-        downsample_rate=layers["audio_embd_layer"]["downsample_rate"],
-    )
-    # The image tower's sizes stand in the published code alone; they are the class's defaults.
-    vision_config = Phi4MultimodalVisionConfig(crop_size=layers["image_embd_layer"]["crop_size"])
-    fields = {name: value for name, value in published.items() if name not in _NOT_OURS}
-    return Phi4MultimodalConfig(
-        **fields, architectures=["Phi4MultimodalForCausalLM"], audio_config=audio_config, vision_config=vision_config
-    )
+    audio_config = {new: audio[old] for old, new in _AUDIO_NAMES.items() if old in audio}
+    audio_config |= {name: audio[name] for name in _AUDIO_KEPT if name in audio}
+    audio_config |= {
+        "nemo_conv_channels": audio["nemo_conv_settings"]["conv_channels"],
+        "bias_max_distance": bias["t5_bias_max_distance"],
+        "bias_symmetric": bias.get("t5_bias_symmetric", False),
+        "downsample_rate": layers["audio_embd_layer"]["downsample_rate"],
+    }
+    return {name: copy.deepcopy(value) for name, value in published.items() if name not in _NOT_OURS} | {
+        "model_type": "phi4_multimodal",
+        "architectures": ["Phi4MultimodalForCausalLM"],
+        "audio_config": audio_config,
+        "vision_config": {"crop_size": layers["image_embd_layer"]["crop_size"]},
+    }

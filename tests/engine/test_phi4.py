@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine import model as engine_model
 from engine.answer import Answer
+from engine.architectures import find_architecture
 from engine.config import LoRAModule
-from engine.model import outline_model
 from engine.probe import NUM_POSITIONS
+from engine.published_phi4 import native_fields
 from engine.request import AudioPart, ChatPrompt, ImagePart, Message, TextPart
 from tests.media_models import AUDIO, IMAGE, PHI, media_inputs, picture
 from tests.oracles import Oracle, make_adapter, make_model, tone
@@ -139,15 +140,20 @@ def engine(native: Path, adapters: dict[str, Path]) -> Iterator[Engine]:
     inside = {name: adapters[name] for name in ("speech-lora", "vision-lora")}
     folder = publish(native.parent / "published", native, inside)
     with pytest.MonkeyPatch.context() as patch:
-        # The published config leaves what these classes have by default unsaid.
+        # The published config leaves unsaid what transformers' classes have by default.
         sizes = {
             "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
             "image_size": 24, "patch_size": 4, "image_token_id": IMAGE,
         }  # fmt: skip
-        for name, values in (("Vision", sizes), ("Audio", {"audio_token_id": AUDIO})):
-            name = f"Phi4Multimodal{name}Config"
-            patch.setattr(transformers, name, partial(getattr(transformers, name), **values))
-        assert outline_model(str(folder)).architecture.class_name == PHI
+
+        def tiny_fields(published: Mapping[str, Any]) -> dict[str, Any]:
+            fields = native_fields(published)
+            fields["vision_config"] |= sizes
+            fields["audio_config"]["audio_token_id"] = AUDIO
+            return fields
+
+        patch.setattr(engine_model, "native_fields", tiny_fields)
+        assert engine_model.outline_model(str(folder)).architecture.class_name == PHI
         engine = Engine(
             EngineConfig(
                 model=str(folder), max_lora_rank=8, max_loras=3, max_num_seqs=12, max_num_batched_tokens=40, block_size=4,
@@ -235,3 +241,33 @@ def test_the_probe_sees_what_an_adapter_of_the_image_tower_alone_does(
     assert report.num_tokens == NUM_POSITIONS * 5 and report.mean_kl is not None and report.mean_kl > 1e-5
     assert report.verdict in ("effect", "slight effect")
     engine.adapters.unload("image-tower")
+
+
+def test_a_published_config_becomes_one_of_transformers_with_the_released_sizes() -> None:
+    audio = {
+        "attention_dim": 1024, "attention_heads": 16, "linear_units": 1536, "num_blocks": 24, "input_size": 80,
+        "nemo_conv_settings": {"conv_channels": 1024}, "batch_norm": False, "time_reduction": 8,
+        "relative_attention_bias_args": {"type": "t5", "t5_bias_max_distance": 500},
+    }  # fmt: skip
+    published = {
+        "model_type": "phi4mm", "auto_map": {"AutoConfig": "x.y"}, "hidden_size": 3072, "rope_theta": 10_000.0,
+        "tie_word_embeddings": True, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+        "num_attention_heads": 24, "audio_processor": {"config": audio, "name": "cascades"},
+        "embd_layer": {"audio_embd_layer": {"downsample_rate": 1}, "image_embd_layer": {"crop_size": 448}},
+    }  # fmt: skip
+    config = AutoConfig.for_model(**native_fields(published))
+    assert type(config).__name__ == "Phi4MultimodalConfig" and find_architecture(config).class_name == PHI
+    assert (config.hidden_size, config.tie_word_embeddings) == (3072, True)
+    rope = config.rope_parameters
+    assert (rope["rope_type"], rope["partial_rotary_factor"], rope["original_max_position_embeddings"]) == (
+        "longrope", 0.75, 4096,
+    )  # fmt: skip
+    audio_config, vision_config = config.audio_config, config.vision_config
+    assert (audio_config.hidden_size, audio_config.bias_max_distance, audio_config.audio_token_id) == (
+        1024,
+        500,
+        200011,
+    )
+    assert (vision_config.crop_size, vision_config.patch_size, vision_config.num_hidden_layers) == (448, 14, 27)
+    assert not hasattr(config, "auto_map")
