@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.errors import InvalidRequest
 from engine.guides import Guide, apply_guides
+from engine.penalties import Penalties, has_penalties
 from engine.request import SamplingParams, TokenLogprob
 from engine.transfer import HostCopy, to_device
 
@@ -42,24 +43,12 @@ class SamplerRow:
     is_plain: bool = field(
         init=False, repr=False
     )  # its token is the argmax of the raw logits, nothing else is asked for
-    _prompt_ids: Tensor | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         params = self.params
-        has_penalties = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
-        self.reads_outputs = has_penalties or self.guide is not None
+        self.reads_outputs = has_penalties(params) or self.guide is not None
         self.has_edits = self.reads_outputs or bool(params.logit_bias)
         self.is_plain = params.temperature == 0.0 and params.logprobs is None and not self.has_edits
-
-    def unique_prompt_ids(self, device: torch.device, vocab_size: int) -> Tensor:
-        """The prompt's distinct ids [n] int64 on `device`, kept for the row's next steps.
-
-        Ids past the head's rows are left out: placeholders of media may lie there.
-        """
-        if self._prompt_ids is None:
-            distinct = sorted(token_id for token_id in set(self.prompt_token_ids) if token_id < vocab_size)
-            self._prompt_ids = to_device(distinct, torch.int64, device)
-        return self._prompt_ids
 
 
 def make_generator(seed: int) -> torch.Generator:
@@ -110,6 +99,7 @@ class Sampler:
     def __init__(self, seed: int, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._generator = make_generator(seed)
+        self._penalties = Penalties(self._device)
 
     def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[list[int], list[TokenLogprob | None]]:
         """`choose`, and wait for the result."""
@@ -129,7 +119,7 @@ class Sampler:
         highest, token_ids = logits.max(dim=-1)
         is_valid = highest.isfinite()  # a NaN anywhere in a row is its maximum
         if not all(row.is_plain for row in rows):
-            edited = _edit_logits(logits, rows)
+            edited = self._edit(logits, rows)
             if edited is not logits:
                 token_ids = edited.argmax(dim=-1)
             drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0]
@@ -137,6 +127,34 @@ class Sampler:
                 token_ids = self._draw(edited, token_ids, rows, drawn)
         chosen = torch.where(is_valid, token_ids, INVALID_TOKEN)
         return Choice(chosen, _packed_logprobs(logits, rows, chosen), rows)
+
+    def _edit(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+        """Logits [R, V] with bias, penalties and guides applied; the very same tensor where no row has any."""
+        edited_rows = [index for index, row in enumerate(rows) if row.has_edits]
+        if not edited_rows:
+            return logits
+        logits = logits.clone()
+        biases = [
+            (index, token_id, bias)
+            for index in edited_rows
+            for token_id, bias in (rows[index].params.logit_bias or {}).items()
+            if 0 <= token_id < logits.shape[1]  # check_logit_bias refuses others; here they must not break the batch
+        ]
+        if biases:
+            row_ids, token_ids, values = zip(*biases, strict=True)
+            place = (to_device(row_ids, torch.int64, logits.device), to_device(token_ids, torch.int64, logits.device))
+            logits[place] += to_device(values, logits.dtype, logits.device)
+        penalised = [index for index in edited_rows if has_penalties(rows[index].params)]
+        if penalised:
+            self._penalties.apply_(logits, rows, penalised)
+        masks = {
+            index: guide.allowed(rows[index].output_token_ids)
+            for index in edited_rows
+            if (guide := rows[index].guide) is not None
+        }
+        if masks:
+            apply_guides(logits, list(masks), list(masks.values()))
+        return logits
 
     def _draw(self, logits: Tensor, token_ids: Tensor, rows: Sequence[SamplerRow], drawn: list[int]) -> Tensor:
         """`token_ids` [R] with a random choice in the rows `drawn`.
@@ -185,76 +203,6 @@ class Sampler:
 
 def _is_truncated(params: SamplingParams, vocab_size: int) -> bool:
     return params.top_p < 1.0 or 0 < params.top_k < vocab_size
-
-
-def _edit_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Logits [R, V] with bias, penalties and guides applied; the very same tensor where no row has any."""
-    edited_rows = [index for index, row in enumerate(rows) if row.has_edits]
-    if not edited_rows:
-        return logits
-    logits = logits.clone()
-    biases = [
-        (index, token_id, bias)
-        for index in edited_rows
-        for token_id, bias in (rows[index].params.logit_bias or {}).items()
-        if 0 <= token_id < logits.shape[1]  # check_logit_bias refuses others; here they must not break the batch
-    ]
-    if biases:
-        row_ids, token_ids, values = zip(*biases, strict=True)
-        place = (to_device(row_ids, torch.int64, logits.device), to_device(token_ids, torch.int64, logits.device))
-        logits[place] += to_device(values, logits.dtype, logits.device)
-    repeated = [index for index in edited_rows if rows[index].params.repetition_penalty != 1.0]
-    if repeated:
-        _apply_repetition_penalty(logits, rows, repeated)
-    counted = [index for index in edited_rows if _counts_output(rows[index].params)]
-    if counted:
-        _apply_count_penalties(logits, rows, counted)
-    masks = {
-        index: guide.allowed(rows[index].output_token_ids)
-        for index in edited_rows
-        if (guide := rows[index].guide) is not None
-    }
-    if masks:
-        apply_guides(logits, list(masks), list(masks.values()))
-    return logits
-
-
-def _counts_output(params: SamplingParams) -> bool:
-    return bool(params.presence_penalty or params.frequency_penalty)
-
-
-def _apply_repetition_penalty(logits: Tensor, rows: Sequence[SamplerRow], picked: Sequence[int]) -> None:
-    """Divide positive and multiply negative logits of ids in the prompt or the output (CTRL, arXiv:1909.05858)."""
-    prompts = [rows[index].unique_prompt_ids(logits.device, logits.shape[1]) for index in picked]
-    lengths = torch.tensor([prompt.numel() for prompt in prompts])
-    prompt_rows = to_device(torch.arange(len(picked)).repeat_interleave(lengths), torch.int64, logits.device)
-    output_rows, output_ids = _flat_output_ids(rows, picked, logits.device)
-    local_rows, seen_ids = torch.cat([prompt_rows, output_rows]), torch.cat([*prompts, output_ids])
-    penalties = [rows[index].params.repetition_penalty for index in picked]
-    factor = to_device(penalties, logits.dtype, logits.device)[local_rows]
-    row_ids = to_device(picked, torch.int64, logits.device)[local_rows]
-    values = logits[row_ids, seen_ids]
-    # An id that occurs twice gets the same value written twice.
-    logits[row_ids, seen_ids] = torch.where(values < 0, values * factor, values / factor)
-
-
-def _apply_count_penalties(logits: Tensor, rows: Sequence[SamplerRow], picked: Sequence[int]) -> None:
-    """Subtract `frequency_penalty` times an id's count in the output, and `presence_penalty` once if it is there."""
-    local_rows, output_ids = _flat_output_ids(rows, picked, logits.device)
-    counts = torch.zeros(len(picked), logits.shape[1], dtype=logits.dtype, device=logits.device)
-    counts.index_put_((local_rows, output_ids), torch.ones_like(output_ids, dtype=logits.dtype), accumulate=True)
-    penalties = [(rows[index].params.frequency_penalty, rows[index].params.presence_penalty) for index in picked]
-    frequency, presence = to_device(penalties, logits.dtype, logits.device).unsqueeze(-1).unbind(1)
-    row_ids = to_device(picked, torch.int64, logits.device)
-    logits[row_ids] -= frequency * counts + presence * (counts > 0)
-
-
-def _flat_output_ids(rows: Sequence[SamplerRow], picked: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Position in `picked` and token id [n] int64 of each output token of these rows, repetitions included."""
-    local_rows = [position for position, index in enumerate(picked) for _ in rows[index].output_token_ids]
-    token_ids = [token_id for index in picked for token_id in rows[index].output_token_ids]
-    flat = to_device([local_rows, token_ids], torch.int64, device)
-    return flat[0], flat[1]
 
 
 def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
