@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -162,6 +163,27 @@ class AdapterFolder:
                 "the name that PEFT uses, or add the index of the shards"
             )
         return f"the folder has {CONFIG_NAME} but no {WEIGHTS_NAME}"
+
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""Name, time of the last change (ns) and size (bytes) of each file in a folder, by name."""
+_COARSEST_CLOCK_NS = 2 * 10**9
+
+
+def stamp_of(folder: Path) -> Stamp | None:
+    """What tells cheaply whether a folder's files are those of before.
+
+    None where it cannot be read, or was written to just now: file systems tell times so coarsely (two seconds at worst) that
+    another write might go unseen.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            stats = sorted((entry.name, entry.stat()) for entry in entries)
+    except OSError:
+        return None
+    stamp = tuple((name, status.st_mtime_ns, status.st_size) for name, status in stats)
+    newest = max((changed_at for _, changed_at, _ in stamp), default=0)
+    return stamp if time.time_ns() - newest > _COARSEST_CLOCK_NS else None
 
 
 def is_under(path: Path, roots: Sequence[Path]) -> bool:

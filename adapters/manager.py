@@ -267,10 +267,7 @@ class AdapterManager:
                 return handle
             try:
                 with about(entry.name):
-                    kind = "upload" if entry.version else "path"
-                    generation, load_ms = self._reader.read(entry.folder, kind, known_digest=entry.digest)
-                    if generation.digest != entry.digest:
-                        raise AdapterRefused(["its files changed after it was loaded; load it again with load_inplace"])
+                    generation, load_ms = self._reader.read_again(entry)
             except AdapterError:
                 if self._registry.is_current(entry):
                     raise

@@ -1,6 +1,6 @@
 """From what a caller gave (a folder, an id) to content: finds the folder, reads it, and counts what that took.
 
-Holds who may read from where. Knows nothing of names. Owned by `manager`; runs on its callers' threads.
+Holds who may read from where. Owned by `manager`; runs on its callers' threads.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from adapters.card import AdapterCard, read_card
-from adapters.errors import AdapterFilesNotFound
-from adapters.folder import is_under
+from adapters.errors import AdapterFilesNotFound, AdapterRefused
+from adapters.folder import is_under, stamp_of
 from adapters.generation import Generation
 from adapters.intake import read_generation
 from adapters.located import Located
+from adapters.records import AdapterEntry
 from adapters.surface import ModelSurface
 from adapters.tally import Tally
 
@@ -87,6 +88,25 @@ class Reader:
         seconds = time.perf_counter() - started
         self._tally.count_load(kind, seconds)
         return generation, seconds * 1000.0
+
+    def read_again(self, entry: AdapterEntry) -> tuple[Generation, float]:
+        """What `read` gives for an entry whose content left memory.
+
+        Files that hold other content by now are read once: as long as they look the same, by their sizes and times, the
+        refusal is the same.
+
+        Raises:
+            AdapterRefused: its files have changed, or cannot be read.
+            AdapterFilesNotFound: they are gone.
+        """
+        stamp = stamp_of(entry.folder)  # Before they are read, so that a later change is never missed.
+        if stamp is None or stamp != entry.changed_stamp:
+            kind = "upload" if entry.version else "path"
+            generation, load_ms = self.read(entry.folder, kind, known_digest=entry.digest)
+            if generation.digest == entry.digest:
+                return generation, load_ms
+            entry.changed_stamp = stamp
+        raise AdapterRefused(["its files changed after it was loaded; load it again with load_inplace"])
 
     def card(self, folder: Path) -> AdapterCard | None:
         """The card that lies in a folder; raises `AdapterRefused`."""

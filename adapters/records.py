@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapters.errors import AdapterError
+from adapters.folder import Stamp
 from adapters.located import Lease, Located
 from adapters.report import AdapterReport
 
@@ -130,7 +131,8 @@ class NameUsage:
 class AdapterEntry:
     """The manager's record of a name. Content fields never change: new content is a new entry.
 
-    `usage` is the name's, whatever it points to.
+    `usage` is the name's, whatever it points to. `changed_stamp` is what its files looked like when they were last found
+    to hold other content.
     """
 
     name: str
@@ -148,6 +150,7 @@ class AdapterEntry:
     error: AdapterError | None = None
     is_pinned: bool = False
     usage: NameUsage = field(default_factory=NameUsage)
+    changed_stamp: Stamp | None = None
 
     @property
     def located(self) -> Located:

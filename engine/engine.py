@@ -285,14 +285,18 @@ class Engine:
         else:
             routed, handle = dataclasses.replace(routed, route=held.route), held.handle
         try:
+            # Referenced until the request has it too, so that it is at hand there.
+            text = await asyncio.wrap_future(self._texts.soon(None if handle is None else handle.generation))
             job = self._on_intake_thread(functools.partial(self._begin, routed, handle, request_id))
-        except AppError:
+        except BaseException:
             if handle is not None:
                 handle.release()
             raise
         if handle is not None:
             job.add_done_callback(lambda _: handle.release())  # Where the job is cancelled before it began.
-        return await asyncio.wrap_future(job)
+        answers = await asyncio.wrap_future(job)
+        del text
+        return answers
 
     def _on_intake_thread(self, work: Callable[[], T]) -> Future[T]:
         try:
@@ -579,6 +583,7 @@ class Engine:
         self._finder.close()
         self._finalizer.detach()
         self._intake_threads.shutdown(wait=False)
+        self._texts.close()
         _shut_down(self._loop, self.adapters, drain_s)
 
     def _make_lora_metadata(self) -> dict[str, LoraMetadata]:

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import shutil
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -245,6 +246,36 @@ def test_files_that_changed_since_the_load_are_not_served_in_silence(
         manager.acquire("a")
     manager.load("a", folder, load_inplace=True)
     manager.acquire("a").release()
+
+
+def test_changed_files_are_read_once_for_each_change(
+    make: Make, reference: Path, others: Callable[[float], Path], tmp_path: Path
+) -> None:
+    def write(alpha: float, written_at: float) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        edit(reference, folder, config={"lora_alpha": alpha})
+        for path in folder.iterdir():
+            os.utime(path, (written_at, written_at))
+
+    manager = make(max_cpu_loras=1)
+    folder = tmp_path / "x"
+    write(8, 1000)
+    manager.load("a", folder)
+    manager.load("b", others(16))
+    for alpha, written_at, num_reads in ((5, 2000, 3), (6, 2000.5, 4)):
+        write(alpha, written_at)
+        for _ in range(3):
+            with pytest.raises(AdapterRefused, match=r"adapter 'a'.*files changed after it was loaded"):
+                manager.acquire("a")
+        assert manager.stats().loads == {"path": num_reads}
+    write(7, time.time() + 1)  # Written just now: the next write might have the same time.
+    for _ in range(2):
+        with pytest.raises(AdapterRefused):
+            manager.acquire("a")
+    assert manager.stats().loads == {"path": 6}
+    write(8, 3000)
+    manager.acquire("a").release()
+    assert manager.stats().loads == {"path": 7}
 
 
 def test_a_pin_keeps_content_in_memory(make: Make, reference: Path, others: Callable[[float], Path]) -> None:
