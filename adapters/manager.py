@@ -15,18 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from adapters.catalog import CatalogRow
+from adapters.arrivals import Arrivals
+from adapters.borrowing import Lender
 from adapters.defaults import Defaults
 from adapters.errors import (
-    AdapterError,
     AdapterExists,
     AdapterFilesNotFound,
-    AdapterRefused,
     AdapterStoreFault,
     DefaultStaysPinned,
 )
 from adapters.files import write_zip
-from adapters.flights import Flights
 from adapters.generation import GenerationHandle
 from adapters.history import History
 from adapters.intake import about, card_of, judge_upload, new_entry, restored_entry
@@ -50,8 +48,6 @@ log = logging.getLogger(__name__)
 DEFAULT_MAX_UPLOAD_BYTES = 1 << 30
 # What content is called while it is tried out; no adapter may have this name.
 UNLISTED_NAME = "(upload)"
-# evicted adapters that are read at the same time, so that a few slow ones do not hold up the others
-NUM_LOAD_THREADS = 8
 
 # `AdapterManager.list` hides the builtin inside the class body.
 Infos = list[AdapterInfo]
@@ -99,8 +95,8 @@ class AdapterManager:
         self._history = History(self._registry, self._door)
         self._defaults = Defaults(self._registry.set_default_names)
         self._name_locks = KeyedLocks()
-        self._read_locks = KeyedLocks()
-        self._flights = Flights(NUM_LOAD_THREADS)
+        self._arrivals = Arrivals(self._registry, self._store, self._reader, self._door)
+        self._lender = Lender(self._registry, self._reader, self._tally)
 
     # Loading and unloading
 
@@ -128,13 +124,13 @@ class AdapterManager:
                 with (
                     about(name),
                     self._reader.located(path) as located,
-                    self._read(name, located.folder, "path") as content,
+                    self._arrivals.read(name, located.folder, "path") as content,
                 ):
                     card = self._reader.card(located.folder)
                     entry = new_entry(
                         name, source or located.source, located, content.generation, base_model_name, card=card
                     )
-                    self._swap(entry, is_pinned=pinned, load_ms=content.load_ms)
+                    self._arrivals.swap(entry, is_pinned=pinned, load_ms=content.load_ms)
         return self._describe(entry)
 
     def unload(self, name: str) -> None:
@@ -216,68 +212,15 @@ class AdapterManager:
 
         Whoever gets the handle must release it; a future that is cancelled before it is done gives none.
         """
-        return self._soon(name, is_request=True)
+        return self._lender.borrow_soon(name, is_request=True)
 
     def borrow_soon(self, name: str) -> Future[GenerationHandle]:
         """The same, not counted as a request."""
-        return self._soon(name, is_request=False)
-
-    def _soon(self, name: str, *, is_request: bool) -> Future[GenerationHandle]:
-        try:
-            entry = self._registry.get(name)
-            if entry.error is not None:
-                raise entry.error.with_traceback(None)
-        except AdapterError as error:
-            failed: Future[GenerationHandle] = Future()
-            failed.set_exception(error)
-            return failed
-        handle = self._registry.borrow(entry)
-        if handle is not None:
-            if is_request:
-                self._registry.note_request(entry)
-            found: Future[GenerationHandle] = Future()
-            found.set_result(handle)
-            return found
-        # The digest is part of the key: who asks after a replacement must not get what was asked for before it.
-        future = self._flights.join((name, entry.digest), lambda: self.borrow(name))
-        if is_request:
-            future.add_done_callback(lambda done: self._note_arrival(done, entry))
-        return future
+        return self._lender.borrow_soon(name, is_request=False)
 
     def borrow(self, name: str) -> GenerationHandle:
         """What `acquire` gives, not counted as a request."""
-        return self._borrow(name)[1]
-
-    def _borrow(self, name: str) -> tuple[AdapterEntry, GenerationHandle]:
-        """What `borrow` gives, and the entry that it came from."""
-        while True:
-            entry = self._registry.get(name)
-            if entry.error is not None:
-                raise entry.error.with_traceback(None)
-            handle = self._registry.borrow(entry) or self._reload(entry)
-            if handle is not None:
-                return entry, handle
-
-    def _reload(self, entry: AdapterEntry) -> GenerationHandle | None:
-        """Read evicted content again, once for all that wait; None where the name points elsewhere by now."""
-        assert entry.digest is not None, "an adapter without an error has content"
-        with self._tally.refusals(), self._read_locks.hold(entry.digest):
-            handle = self._registry.borrow(entry)
-            if handle is not None:
-                return handle
-            try:
-                with about(entry.name):
-                    generation, load_ms = self._reader.read_again(entry)
-            except AdapterError:
-                if self._registry.is_current(entry):
-                    raise
-                return None
-            self._registry.note_load(entry, load_ms)
-            return self._registry.put_back(entry, generation, load_ms)
-
-    def _note_arrival(self, done: Future[GenerationHandle], entry: AdapterEntry) -> None:
-        if not done.cancelled() and done.exception() is None:
-            self._registry.note_request(entry)
+        return self._lender.borrow(name)
 
     # Looking
 
@@ -326,8 +269,8 @@ class AdapterManager:
         """Assert what must hold whenever no call is in progress."""
         self._store.check_integrity()
         self._registry.check_integrity()
-        assert len(self._name_locks) == 0 and len(self._read_locks) == 0, "a lock outlived its users"
-        assert len(self._flights) == 0, "a load outlived those who waited for it"
+        self._lender.check_integrity()
+        assert len(self._name_locks) == 0, "a lock outlived its users"
 
     # Uploads
 
@@ -366,10 +309,10 @@ class AdapterManager:
                     self._check_free(name, load_inplace)
                     with (
                         about(name),
-                        self._read(name, folder, "upload") as content,
+                        self._arrivals.read(name, folder, "upload") as content,
                         storage_faults("uploads"),
                     ):
-                        entry = self._keep(name, folder, content)
+                        entry = self._arrivals.keep(name, folder, content)
         return self._describe(entry)
 
     def restore(self) -> Infos:
@@ -403,7 +346,7 @@ class AdapterManager:
             target = self._history.find(name, generation)
             if not self._registry.is_current(target):
                 kind = "path" if target.version is None else "upload"
-                with about(name), self._read(name, target.folder, kind, digest=generation) as content:
+                with about(name), self._arrivals.read(name, target.folder, kind, digest=generation) as content:
                     card = card_of(target.report) if target.report else self._reader.card(target.folder)
                     entry = new_entry(
                         name, target.source, target.located, content.generation, target.base_model_name, card=card
@@ -411,12 +354,12 @@ class AdapterManager:
                     entry.version = target.version
                     if entry.version is not None:
                         self._door.open().catalog.point(name, entry.version)
-                    self._swap(entry, load_ms=content.load_ms)
+                    self._arrivals.swap(entry, load_ms=content.load_ms)
         return self.get(name)
 
     def close(self) -> None:
         """Close the catalogue. Adapters in memory stay usable."""
-        self._flights.close()
+        self._lender.close()
         self._door.close()
 
     def list(self) -> Infos:
@@ -432,62 +375,6 @@ class AdapterManager:
                 "'load_inplace' to True.",
                 param="lora_name",
             )
-
-    @contextmanager
-    def _read(self, name: str, folder: Path, kind: str, *, digest: str | None = None) -> Iterator[GenerationHandle]:
-        """Content of a folder, held in the CPU tier; let go afterwards unless a name points to it by then.
-
-        With `digest`, that content: from memory where something still holds it, else the folder must have it.
-        """
-        handle = None if digest is None else self._store.borrow(digest, name)
-        if handle is None:
-            generation, load_ms = self._reader.read(folder, kind, known_digest=digest)
-            if digest not in (None, generation.digest):
-                raise AdapterRefused(["that version is not in memory any more and its files have changed since"])
-            handle = self._store.add(generation, name, load_ms=load_ms)
-        try:
-            with handle:
-                yield handle
-        finally:
-            self._registry.settle(handle.generation.digest)
-
-    def _keep(self, name: str, folder: Path, content: GenerationHandle) -> AdapterEntry:
-        """Make a checked upload durable, list it in the catalogue, and point the name to it."""
-        vault, generation = self._door.open(), content.generation
-        card = self._reader.card(folder)
-        previous = self._registry.find(name)
-        is_pinned = previous is not None and previous.is_pinned
-        version, source = vault.keep(folder), f"upload:{name}"
-        entry = new_entry(name, source, Located(vault.path(version), source), generation, card=card)
-        entry.version = version
-        assert entry.report is not None, "new content has a report"
-        report = entry.report.to_dict()
-        row = CatalogRow(name, version, generation.digest, entry.source, None, report, entry.created, is_pinned)
-        try:
-            stale = vault.put(row)
-        except AdapterStoreFault:
-            vault.delete_folders([version])
-            raise
-        self._swap(entry, load_ms=content.load_ms)
-        # Last: until the swap, evicted content is read from the old folder.
-        vault.delete_folders(stale)
-        return entry
-
-    def _swap(self, entry: AdapterEntry, *, is_pinned: bool = False, load_ms: float) -> None:
-        """Point a name to new content, keeping its pin, and say so in the log."""
-        previous = self._registry.find(entry.name)
-        entry.is_pinned = is_pinned or (previous is not None and previous.is_pinned)
-        previous = self._registry.swap(entry)
-        self._registry.note_load(entry, load_ms)
-        report = entry.report
-        assert report is not None, "new content has a report"
-        log.info(
-            "event=%s adapter=%s generation=%s rank=%d modules=%d target_modules=%s scale=%.6g megabytes=%.1f",
-            "adapter_loaded" if previous is None else "adapter_replaced", entry.name, entry.digest, report.rank,
-            report.num_modules, ",".join(report.target_modules), report.scale, report.num_bytes / 1e6,
-        )  # fmt: skip
-        for warning in report.warnings:
-            log.warning("event=adapter_warning adapter=%s warning=%r", entry.name, warning)
 
     def _describe(self, entry: AdapterEntry) -> AdapterInfo:
         default_for = self._defaults.modalities_of(entry.name)

@@ -1,50 +1,44 @@
 """The engine's front: loads everything, and starts answers for the API, the browser and the offline API.
 
-Owns the parts and their start and end. It holds no logic of requests: `engine/intake` prepares them, `engine/loop` runs
-them.
+Owns the parts and their start and end. It holds no logic of requests: `engine/starter` prepares them, `engine/loop` runs
+them. Adapters are `engine/lora_side`'s business.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from adapters.generation import GenerationHandle
-from adapters.manager import AdapterInfo, AdapterManager, ManagerStats
-from adapters.slots import SlotPool
+from adapters.manager import AdapterInfo, AdapterManager
 from adapters.upload import ProbeReport, UploadFiles, UploadReport
 from engine.adapter_text import AdapterTexts, TextSide, base_text
-from engine.added_tokens import SlotMetadata
 from engine.answer import Answer
 from engine.attention import bind_attention
 from engine.block_pool import BlockPool
-from engine.config import EngineConfig, LoRAModule
+from engine.config import EngineConfig
 from engine.cpu_linear import pack_linears
 from engine.encoder_cache import EncoderCache
-from engine.errors import AppError, EngineClosed, InvalidRequest, MediaError
+from engine.errors import InvalidRequest, MediaError
 from engine.finder import AdapterFinder, make_sources
 from engine.flight import FlightTokens
 from engine.frontend import Frontend
 from engine.graphs import DecodeGraphs
-from engine.intake import HeldRoute, Intake, Limits, RoutedPrompt, explain_missing
+from engine.intake import HeldRoute, Intake, Limits
 from engine.loop import EngineLoop
-from engine.lora_layers import LoraBuffers, linear_weights
-from engine.metrics import StepMetrics
+from engine.lora_layers import linear_weights
+from engine.lora_side import LoraSide
 from engine.model import load_model
 from engine.probe import PROBE_TIMEOUT_S, Prober, probe_prompts
 from engine.recording import RATE, RecordingReader
-from engine.request import AudioPart, ChatPrompt, Delta, Message, Prompt, SamplingParams, TextPart
-from engine.routing import RESERVED_NAMES, Route
+from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPart
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
@@ -52,7 +46,6 @@ from engine.setup import (
     check_extra_vocab,
     check_settings,
     fit_context,
-    lora_dtype,
     make_cache,
     packing_budget,
     runs_ahead,
@@ -60,53 +53,14 @@ from engine.setup import (
     user_data_dir,
     with_embedded_defaults,
 )
-from engine.slot_writers import SlotWriters, make_extra_writers
-from engine.state import EngineRequest
+from engine.starter import Starter
+from engine.stats import EngineStats, take_stats
 from engine.tokenizer import load_processor, load_tokenizer
 from engine.transcription import transcription_request
 from engine.warmup import warm_up
-from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
+from kernels import HAS_TRITON, MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
-
-_NUM_INTAKE_THREADS = 16
-_CLOSED = "The server is shutting down; try again later."
-
-T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """What the engine is doing now and has done since its start.
-
-    `is_alive`: it takes requests; `is_running`: it computes, be it only to end what is under way.
-    """
-
-    is_alive: bool
-    is_running: bool
-    uptime_s: float
-    num_running: int
-    num_waiting: int
-    kv_blocks_used: int
-    kv_blocks_total: int
-    kv_blocks_cached: int
-    num_steps: int
-    steps: StepMetrics
-    prompt_tokens: int
-    generated_tokens: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    num_preemptions: int
-    encoder_hits: int
-    encoder_misses: int
-    encoder_bytes: int
-    num_finished: dict[str, int]
-    batch_by_adapter: dict[str, int]
-    lora_rows_used: int
-    lora_rows_total: int
-    lora_row_loads: int
-    lora_row_evictions: int
-    adapters: ManagerStats
 
 
 class Engine:
@@ -132,7 +86,6 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, checks_integrity: bool = False) -> None:
         self.started_at = time.time()
-        self._is_closed = False
         self.config = config = with_embedded_defaults(config)
         check_settings(config)
         self.base = load_model(
@@ -164,17 +117,21 @@ class Engine:
         cache = make_cache(config, self.base)
         self.max_model_len = fit_context(config, self.base, cache)
         attention_step = bind_attention(self.base.decoder, cache)
-        lora_metadata = self._make_lora_metadata() if config.enable_lora else {}
         self._encoder_cache = EncoderCache(config.encoder_cache_mb * 2**20)
-        self.lora_bytes = 0
-        self._slots: SlotPool | None = None
-        self.sources = make_sources(config, self.base.name, self._adapter_dir)
+        adapter_dir = Path(config.adapter_dir) if config.adapter_dir else user_data_dir()
+        self.sources = make_sources(config, self.base.name, adapter_dir)
         has_kernels = HAS_TRITON and self.base.kv_shape.head_dim <= MAX_HEAD_DIM
         has_graphs = self.base.device.type == "cuda" and has_kernels and not config.enforce_eager
-        self.adapters = self._make_adapters(lora_metadata, has_graphs=has_graphs)
+        self._lora = LoraSide(
+            config, self.base, self._texts, self._encoder_cache, base_names=self.model_names, adapter_dir=adapter_dir,
+            locate=self.sources.locate, has_graphs=has_graphs,
+        )  # fmt: skip
+        self.adapters, self._slots, lora_metadata = self._lora.adapters, self._lora.slots, self._lora.metadata
         self._finder = AdapterFinder(self.sources, self.adapters, self.model_names)
         if self.base.device.type == "cpu":
-            pack_linears(linear_weights(self.base.model), packing_budget(config, cache.num_bytes + self.lora_bytes))
+            pack_linears(
+                linear_weights(self.base.model), packing_budget(config, cache.num_bytes + self._lora.num_bytes)
+            )
         self._scheduler = Scheduler(
             BlockPool(cache.num_blocks, enable_prefix_caching=config.enable_prefix_caching),
             self._slots,
@@ -239,16 +196,21 @@ class Engine:
             max_mutual_tokens=limits.max_mutual_tokens,
             num_bytes=self.base.dtype.itemsize,
         )
-        # Threads of its own, for decoding and prompts; nobody waits for an adapter on them.
-        self._intake_threads = ThreadPoolExecutor(_NUM_INTAKE_THREADS, thread_name_prefix="intake")
+        self._starter = Starter(self._intake, self._finder, self._texts, self._loop, self.tokenizer)
+        self._lora.bind(self._loop.call)
         try:
-            self._load_adapters()
+            self._lora.load_configured(lambda modality: self.check_modalities([modality], "default_mm_loras"))
         except BaseException:
             self.adapters.close()
             raise
         self._loop.start()
         # A program that ends, or drops its engine, without `close` must not leave the thread in the middle of a step.
         self._finalizer = weakref.finalize(self, _shut_down, self._loop, self.adapters, 0.0)
+
+    @property
+    def lora_bytes(self) -> int:
+        """Memory of the LoRA rows."""
+        return self._lora.num_bytes
 
     @property
     def created(self) -> int:
@@ -270,39 +232,9 @@ class Engine:
 
         `held` decides instead of `model` and `lora`, and is taken over.
         """
-        try:
-            self._check_open()
-            if held is None:
-                await self.find_adapters(model, lora)
-            route = functools.partial(self._intake.route, prompt, sampling, model=model, lora=lora, n=n)
-            routed = await asyncio.wrap_future(self._on_intake_thread(route))
-        except BaseException:
-            if held is not None:
-                held.release()
-            raise
-        if held is None:
-            handle = await self._claim(routed.route)
-        else:
-            routed, handle = dataclasses.replace(routed, route=held.route), held.handle
-        try:
-            # Referenced until the request has it too, so that it is at hand there.
-            text = await asyncio.wrap_future(self._texts.soon(None if handle is None else handle.generation))
-            job = self._on_intake_thread(functools.partial(self._begin, routed, handle, request_id))
-        except BaseException:
-            if handle is not None:
-                handle.release()
-            raise
-        if handle is not None:
-            job.add_done_callback(lambda _: handle.release())  # Where the job is cancelled before it began.
-        answers = await asyncio.wrap_future(job)
-        del text
-        return answers
-
-    def _on_intake_thread(self, work: Callable[[], T]) -> Future[T]:
-        try:
-            return self._intake_threads.submit(work)
-        except RuntimeError:  # The threads were shut down since the caller looked.
-            raise EngineClosed(_CLOSED) from None
+        return await self._starter.start(
+            prompt, sampling, model=model, lora=lora, request_id=request_id, n=n, held=held
+        )
 
     async def hold(
         self, modalities: Collection[str], *, model: str | None = None, lora: str | None = None
@@ -312,24 +244,7 @@ class Engine:
         Raises:
             AppError: as `start_sync` does for names and adapters.
         """
-        self._check_open()
-        await self.find_adapters(model, lora)
-        choose = functools.partial(self._intake.choose, modalities, model=model, lora=lora)
-        route = await asyncio.wrap_future(self._on_intake_thread(choose))
-        return HeldRoute(route, await self._claim(route))
-
-    async def _claim(self, route: Route) -> GenerationHandle | None:
-        """The route's adapter; waiting for it holds no thread."""
-        future = self._intake.acquire(route)
-        if future is None:
-            return None
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(_release_unclaimed)
-            raise
-        except AppError as error:
-            raise explain_missing(error, route) from None
+        return await self._starter.hold(modalities, model=model, lora=lora)
 
     def start_sync(
         self,
@@ -354,44 +269,7 @@ class Engine:
         Raises:
             AppError: the request cannot be served as asked.
         """
-        self._check_open()
-        self._finder.find_sync(model, lora)
-        routed = self._intake.route(prompt, sampling, model=model, lora=lora, n=n)
-        future = self._intake.acquire(routed.route)
-        try:
-            handle = None if future is None else future.result()
-        except AppError as error:
-            raise explain_missing(error, routed.route) from None
-        return self._begin(routed, handle, request_id)
-
-    def _begin(self, routed: RoutedPrompt, handle: GenerationHandle | None, request_id: str | None) -> list[Answer]:
-        """Build the prompt and queue the answers; the handle is taken over."""
-        requests = self._intake.build(routed, handle, request_id=request_id)
-        prompt = routed.prompt
-        answers: list[Answer] = []
-        try:
-            for index, request in enumerate(requests):
-                answer = Answer(request.request_id, request.receipt, request.prompt_token_ids, index)
-                answer.tokenizer = self.tokenizer if request.text is None else request.text.tokenizer
-                answer.call_parser = request.call_parser
-                if isinstance(prompt, ChatPrompt) and prompt.is_transcript and _is_silent(request):
-                    _answer_nothing(request, answer)
-                else:
-                    self._loop.submit(request, answer)
-                answers.append(answer)
-        except BaseException:
-            for answer in answers:
-                answer.abort()
-            for request in requests[len(answers) :]:
-                if request.handle is not None:
-                    request.handle.release()
-            raise
-        receipt = requests[0].receipt
-        logger.info(
-            "event=request request=%s adapter=%s reason=%s prompt_tokens=%d",
-            requests[0].request_id, receipt.name, receipt.reason, len(requests[0].prompt_token_ids),
-        )  # fmt: skip
-        return answers
+        return self._starter.start_sync(prompt, sampling, model=model, lora=lora, request_id=request_id, n=n)
 
     def prefetch(self, name: str) -> Future[bool]:
         """Begin to bring an adapter into CPU memory and, where a row is free or idle, into it; returns at once.
@@ -404,32 +282,8 @@ class Engine:
         Raises:
             EngineClosed: the engine is closed.
         """
-        self._check_open()
-        is_there: Future[bool] = Future()
-        self.adapters.borrow_soon(name).add_done_callback(functools.partial(self._fill_row, name, is_there))
-        return is_there
-
-    def _fill_row(self, name: str, is_there: Future[bool], borrowed: Future[GenerationHandle]) -> None:
-        """Give what was borrowed a row of the LoRA buffers, if one is free, and give it back."""
-        try:
-            handle = borrowed.result()
-        except AppError as error:
-            logger.warning("event=prefetch_failed adapter=%s reason=%r", name, error.message)
-            is_there.set_result(False)
-            return
-        slots = self._slots
-
-        def fill() -> None:
-            try:
-                with handle:
-                    if slots is not None:
-                        slots.prefetch(handle.generation)
-            finally:
-                is_there.set_result(True)
-
-        if not self._loop.call(fill):
-            handle.release()
-            is_there.set_result(True)
+        self._starter.check_open()
+        return self._lora.prefetch(name)
 
     def probe(self, target: str | GenerationHandle, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeReport:
         """How much an adapter changes the base model's answers; a name, or content that need not have one. Blocking.
@@ -464,10 +318,6 @@ class Engine:
             AppError: a source has the adapter but it is refused, or a source cannot be asked now.
         """
         await self._finder.find(*names)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineClosed(_CLOSED)
 
     def tokenize(self, prompt: Prompt, model: str | None = None) -> list[int]:
         """Token ids of a prompt for the base model or an adapter, media placeholders included."""
@@ -511,34 +361,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; numbers are those of the latest finished step."""
-        scheduler, counters, blocks = self._scheduler, self._loop.counters, self._scheduler.blocks
-        return EngineStats(
-            is_alive=self._loop.is_alive,
-            is_running=self._loop.is_running,
-            uptime_s=time.time() - self.started_at,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            kv_blocks_used=blocks.num_usable - blocks.num_free,
-            kv_blocks_total=blocks.num_usable,
-            kv_blocks_cached=blocks.num_cached,
-            num_steps=counters.num_steps,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            prefix_query_tokens=scheduler.prefix_query_tokens,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            encoder_hits=self._encoder_cache.num_hits,
-            encoder_misses=self._encoder_cache.num_misses,
-            encoder_bytes=self._encoder_cache.num_bytes,
-            steps=counters.steps,
-            num_finished=dict(counters.num_finished),
-            batch_by_adapter=dict(counters.batch_by_adapter) if scheduler.has_work else {},
-            lora_rows_used=len(self._slots.resident()) if self._slots else 0,
-            lora_rows_total=self.config.max_loras if self._slots else 0,
-            lora_row_loads=self._slots.loads if self._slots else 0,
-            lora_row_evictions=self._slots.evictions if self._slots else 0,
-            adapters=self.adapters.stats(),
-        )
+        return take_stats(self.started_at, self._loop, self._scheduler, self._encoder_cache, self._lora)
 
     @property
     def default_mm_loras(self) -> dict[str, str]:
@@ -579,140 +402,11 @@ class Engine:
 
     def close(self, drain_s: float = 5.0) -> None:
         """Let answers under way end for `drain_s` seconds, cut off the rest, and stop."""
-        self._is_closed = True
+        self._starter.close()
         self._finder.close()
         self._finalizer.detach()
-        self._intake_threads.shutdown(wait=False)
         self._texts.close()
         _shut_down(self._loop, self.adapters, drain_s)
-
-    def _make_lora_metadata(self) -> dict[str, LoraMetadata]:
-        """What says which tokens use which adapter, for each part of the model.
-
-        Tower and connector see one adapter a call and token counts of their own, which need no tiles.
-        """
-        config = self.config
-        max_in = self.base.max_in_features
-        tokens = {"decoder": config.max_num_batched_tokens, "head": config.max_num_seqs, "tower": 1, "connector": 1}
-        metadata_class = SlotMetadata if config.lora_extra_vocab_size else LoraMetadata
-        return {
-            part: metadata_class(
-                max_tokens,
-                config.max_loras,
-                self.base.device,
-                max_columns=3 * config.max_lora_rank,
-                max_in=max_in,
-                has_tiles=None if part in ("decoder", "head") else False,
-            )
-            for part, max_tokens in tokens.items()
-        }
-
-    @property
-    def _adapter_dir(self) -> Path:
-        return Path(self.config.adapter_dir) if self.config.adapter_dir else user_data_dir()
-
-    def _make_adapters(self, lora_metadata: dict[str, LoraMetadata], *, has_graphs: bool) -> AdapterManager:
-        """The manager and, where adapters are on, the LoRA rows; what CUDA graphs read must be there before they are."""
-        config = self.config
-        surface = self.base.surface(
-            max_lora_rank=config.max_lora_rank,
-            lora_dtype=lora_dtype(config.lora_dtype, self.base),
-            target_suffixes=tuple(config.lora_target_modules),
-            has_scale_shift=config.enable_dora or not has_graphs,
-            extra_vocab_size=config.lora_extra_vocab_size,
-            why_tokenizer_unfit=self._texts.why_unfit,
-        )
-        if config.enable_lora:
-            sites = {name: site for name, site in surface.linears.items() if surface.is_targeted(name)}
-            buffers = LoraBuffers(
-                self.base.model, sites, lora_metadata, num_slots=config.max_loras, max_rank=config.max_lora_rank,
-                dtype=surface.lora_dtype,
-            )  # fmt: skip
-            extras = make_extra_writers(
-                self.base, buffers, surface, lora_metadata, num_slots=config.max_loras, has_graphs=has_graphs
-            )
-            self.lora_bytes = buffers.num_bytes + sum(writer.num_bytes for writer in extras)
-            self._slots = SlotPool(config.max_loras, SlotWriters([buffers, *extras]))
-        adapters = AdapterManager(
-            surface,
-            adapter_dir=self._adapter_dir,
-            max_cpu_loras=config.max_cpu_loras,
-            max_cpu_bytes=None if config.max_cpu_lora_mb is None else config.max_cpu_lora_mb * 2**20,
-            on_retire=_weakly(self._retire),
-            reserved_names={*self.model_names, *RESERVED_NAMES},
-            max_upload_bytes=config.max_upload_mb * 2**20,
-            locate=self.sources.locate,
-        )
-        slots = self._slots
-        adapters.residency = lambda digest: slots is not None and slots.lookup(digest) is not None
-        return adapters
-
-    def _retire(self, digest: str) -> None:
-        """No name points to this content any more: free its LoRA row and what its tower computed, between two steps."""
-        slots = self._slots
-        if slots is None:
-            return
-        slots.drop(digest)
-
-        def collect() -> None:
-            slots.collect()
-            self._encoder_cache.drop_adapter(digest)
-
-        self._loop.call(collect)
-
-    def _load_named(self, setting: str, module: LoRAModule) -> None:
-        """Load an adapter that a setting names; faults say which setting it was."""
-        try:
-            self.adapters.load(module.name, module.path, load_inplace=True, base_model_name=module.base_model_name)
-        except AppError as error:
-            error.message = f"{setting}: {error.message}"
-            raise
-
-    def _load_adapters(self) -> None:
-        config = self.config
-        if not config.enable_lora:
-            return
-        self.adapters.restore()
-        for module in config.lora_modules:
-            self._load_named(f"--lora-modules {module.name}={module.path}", module)
-        for modality, name in (config.default_mm_loras or {}).items():
-            self.check_modalities([modality], "default_mm_loras")
-            if not self.adapters.contains(name):
-                # A path or id, as in vLLM: it becomes an adapter under the modality's name.
-                setting = f"--default-mm-loras {modality}={name} (no adapter has that name)"
-                self._load_named(setting, LoRAModule(modality, name))
-                name = modality
-            self.adapters.set_default(modality, name)
-
-
-def _release_unclaimed(done: Future[GenerationHandle]) -> None:
-    """Give back what arrived for somebody who had left."""
-    if not done.cancelled() and done.exception() is None:
-        done.result().release()
-
-
-def _is_silent(request: EngineRequest) -> bool:
-    return all(span.media.is_silent for span in request.spans)
-
-
-def _answer_nothing(request: EngineRequest, answer: Answer) -> None:
-    """The transcript of silence is empty; a model would make something up."""
-    if request.handle is not None:
-        request.handle.release()
-    answer.put(Delta(receipt=request.receipt))
-    answer.put(Delta(finish_reason="stop"))
-
-
-def _weakly(method: Callable[[str], None]) -> Callable[[str], None]:
-    """A bound method that does not keep its object alive; calls after the object's end do nothing."""
-    reference = weakref.WeakMethod(method)
-
-    def call(argument: str) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(argument)
-
-    return call
 
 
 def _shut_down(loop: EngineLoop, adapters: AdapterManager, drain_s: float) -> None:

@@ -3,7 +3,7 @@
 The same steps in the same order serve the HTTP routes, the browser and the offline API. The first and the last work on
 the caller's thread; between them the caller waits for the adapter in its own way, so that a slow one need not hold a
 thread. Everything that a user sent is read and checked here, so that the engine's steps see only what is known to work.
-Called by `engine/engine`.
+Called by `engine/starter`.
 """
 
 from __future__ import annotations

@@ -10,34 +10,22 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from engine.answer import Answer
-from engine.detokenizer import DecodingTable, Detokenizer, FastTokenizer, StopMatcher
+from engine.delivery import first_delta, make_state, next_delta
+from engine.detokenizer import DecodingTable, FastTokenizer
 from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
 from engine.kv_cache import KVCache
-from engine.metrics import StepMetrics
+from engine.metrics import LoopCounters
 from engine.request import Delta, FinishReason, TokenLogprob
 from engine.runner import LaunchedStep, Runner
-from engine.sampler import INVALID_TOKEN, SamplerRow, make_generator
+from engine.sampler import INVALID_TOKEN
 from engine.scheduler import AdmissionFault, Plan, PlanItem, Scheduler
 from engine.state import EngineRequest, RequestState, Status
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class LoopCounters:
-    """What the loop has done since the start."""
-
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    num_finished: Counter[str] = dataclasses.field(default_factory=Counter)
-    batch_by_adapter: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Requests of the latest step by adapter name; the base model is `base`."""
-    steps: StepMetrics = dataclasses.field(default_factory=StepMetrics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,26 +97,8 @@ class EngineLoop:
         Raises:
             EngineClosed: the engine is shutting down; the request's adapter handle is released.
         """
-        sampling = request.sampling
-        output_token_ids: list[int] = []
         decoding = self._decoding if request.text is None else request.text.decoding
-        state = RequestState(
-            request=request,
-            answer=answer,
-            sampler_row=SamplerRow(
-                params=sampling,
-                generator=None if sampling.seed is None else make_generator(sampling.seed),
-                prompt_token_ids=request.prompt_token_ids,
-                output_token_ids=output_token_ids,
-                guide=request.guide,
-            ),
-            detokenizer=Detokenizer(
-                decoding, skip_special_tokens=sampling.skip_special_tokens, shown_ids=request.shown_ids
-            ),
-            stop_matcher=StopMatcher(tuple(sampling.stop), include_stop=sampling.include_stop_str_in_output),
-            token_ids=list(request.prompt_token_ids),
-            output_token_ids=output_token_ids,
-        )
+        state = make_state(request, answer, decoding)
         answer.bind_abort(lambda error: self._post(lambda: self._abort(state, error)))
         if not self._post(lambda: self._accept(state)):
             if request.handle is not None:
@@ -230,7 +200,7 @@ class EngineLoop:
             if plan.items:
                 launched = _InFlight(plan, self._runner.launch(plan))
                 self._scheduler.advance(plan)
-                self._count(plan)
+                self.counters.count(plan)
         except AdmissionFault as fault:
             logger.exception("event=admission_failed request=%s", fault.state.request.request_id)
             self._fail(fault.state, EngineFault("The engine failed while starting this answer; try again."))
@@ -305,22 +275,7 @@ class EngineLoop:
             state = item.state
             if not state.has_started:
                 state.has_started = True
-                receipt = dataclasses.replace(
-                    state.request.receipt,
-                    queue_ms=(time.monotonic() - state.submitted_at) * 1000,
-                    cached_tokens=min(item.start, state.prompt_len),
-                )
-                if state.request.handle is not None:
-                    state.request.handle.note_prompt(state.prompt_len, receipt.cached_tokens)
-                state.answer.put(Delta(receipt=receipt))
-
-    def _count(self, plan: Plan) -> None:
-        counters = self.counters
-        counters.num_steps += 1
-        counters.steps.observe(plan)
-        for item in plan.items:
-            counters.prompt_tokens += max(0, min(item.end, item.state.prompt_len) - item.start)
-        counters.batch_by_adapter = dict(Counter(item.state.request.receipt.name or "base" for item in plan.items))
+                state.answer.put(first_delta(item))
 
     def _take_token_guarded(self, item: PlanItem, token_id: int, logprob: TokenLogprob | None) -> None:
         """Thread border: a fault in one request's text handling fails that request alone."""
@@ -340,36 +295,11 @@ class EngineLoop:
             return
         state.append(token_id)
         self.counters.generated_tokens += 1
-        logprobs = () if logprob is None else (logprob,)
-        is_stop_token, stop_token = self._is_stop_token(state, token_id)
-        stop_reason: str | int | None = stop_token
-        text, matched = "", None
-        if not is_stop_token:
-            text, matched = state.stop_matcher.push(state.detokenizer.push(token_id))
-        reason: FinishReason | None = None
-        if is_stop_token or matched is not None:
-            reason = "stop"
-            stop_reason = matched if matched is not None else stop_token
-        elif state.num_outputs >= state.request.max_tokens:
-            reason = "length"
-        if reason is None:
-            state.answer.put(Delta(text=text, token_ids=(token_id,), logprobs=logprobs))
-            return
-        if matched is None:
-            rest, late_match = state.stop_matcher.push(state.detokenizer.flush())
-            text += rest
-            if late_match is not None:
-                reason, stop_reason = "stop", late_match
-            else:
-                text += state.stop_matcher.flush()
-        delta = Delta(text, (token_id,), logprobs, reason, stop_reason)
-        self._finish(state, reason, delta)
-
-    def _is_stop_token(self, state: RequestState, token_id: int) -> tuple[bool, int | None]:
-        sampling = state.request.sampling
-        if token_id in sampling.stop_token_ids:
-            return True, token_id
-        return token_id in state.request.eos_token_ids and not sampling.ignore_eos, None
+        delta = next_delta(state, token_id, logprob)
+        if delta.finish_reason is None:
+            state.answer.put(delta)
+        else:
+            self._finish(state, delta.finish_reason, delta)
 
     def _fail(self, state: RequestState, error: AppError) -> None:
         """End a request with an error; what it computed is forgotten, since it may be wrong."""

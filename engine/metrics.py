@@ -1,11 +1,13 @@
 """What the loop measures at each step, as plain numbers: no metrics library, and a few additions a step.
 
-Histograms with fixed buckets, and `StepMetrics`, which the loop feeds. `api/metrics` gives them their public form.
+Histograms with fixed buckets; `StepMetrics` and `LoopCounters`, which the loop feeds. `api/metrics` gives them their public form.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -62,3 +64,24 @@ class StepMetrics:
         self.num_requests.observe(len(plan.items))
         self.num_tokens.observe(plan.num_tokens)
         self.num_adapters.observe(len({item.state.lora_slot for item in plan.items if item.state.lora_slot >= 0}))
+
+
+@dataclasses.dataclass
+class LoopCounters:
+    """What the loop has done since the start."""
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    num_finished: Counter[str] = dataclasses.field(default_factory=Counter)
+    batch_by_adapter: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Requests of the latest step by adapter name; the base model is `base`."""
+    steps: StepMetrics = dataclasses.field(default_factory=StepMetrics)
+
+    def count(self, plan: Plan) -> None:
+        """Note a step that was launched."""
+        self.num_steps += 1
+        self.steps.observe(plan)
+        for item in plan.items:
+            self.prompt_tokens += max(0, min(item.end, item.state.prompt_len) - item.start)
+        self.batch_by_adapter = dict(Counter(item.state.request.receipt.name or "base" for item in plan.items))

@@ -45,7 +45,7 @@ async def test_an_answer_that_starts_after_its_caller_has_gone_is_aborted(
     service: Service, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_begun, may_go_on, is_aborted = threading.Event(), threading.Event(), threading.Event()
-    begin = tiny_engine._begin
+    begin = tiny_engine._starter.begin
 
     def begin_late(*args: Any, **kwargs: Any) -> Any:
         has_begun.set()
@@ -55,7 +55,7 @@ async def test_an_answer_that_starts_after_its_caller_has_gone_is_aborted(
         answer.abort = lambda: (abort(), is_aborted.set())  # type: ignore[assignment, method-assign, func-returns-value]
         return [answer]
 
-    monkeypatch.setattr(tiny_engine, "_begin", begin_late)
+    monkeypatch.setattr(tiny_engine._starter, "begin", begin_late)
     starting = asyncio.create_task(service.start_chat([Message("user", "hi")], GREEDY))
     assert await asyncio.to_thread(has_begun.wait, 20)
     starting.cancel()
