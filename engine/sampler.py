@@ -23,6 +23,8 @@ from engine.penalties import Penalties, has_penalties
 from engine.request import SamplingParams, TokenLogprob
 from engine.transfer import HostCopy, to_device
 
+_WINDOW = 512
+_MIN_SEARCHED = 2**16  # logits in a step from which finding the window first pays
 INVALID_TOKEN = -1  # a row whose logits hold NaN or no finite value at all
 
 
@@ -116,12 +118,12 @@ class Sampler:
         assert logits.shape[0] == len(rows), (logits.shape, len(rows))
         if not rows:
             return Choice(torch.empty(0, dtype=torch.int64, device=logits.device), None, rows)
-        highest, token_ids = logits.max(dim=-1)
+        highest, token_ids = likeliest(logits)
         is_valid = highest.isfinite()  # a NaN anywhere in a row is its maximum
         if not all(row.is_plain for row in rows):
             edited = self._edit(logits, rows)
             if edited is not logits:
-                token_ids = edited.argmax(dim=-1)
+                token_ids = likeliest(edited)[1]
             drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0]
             if drawn:
                 token_ids = self._draw(edited, token_ids, rows, drawn)
@@ -199,6 +201,25 @@ class Sampler:
                 assert generator.device.type == "cpu", "make_generator makes the generators of seeded rows"
                 shared[position] = torch.rand(1, generator=generator, dtype=torch.float64).item()
         return shared
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`logits.max(dim=-1)`: each row's maximum [R] and its first place [R]; a NaN counts as the maximum.
+
+    On a CPU torch looks for a place one number at a time, but for a maximum alone many at once: so the window that
+    holds the maximum is found first, and only that is searched.
+    """
+    vocab_size = logits.shape[1]
+    if logits.device.type != "cpu" or vocab_size < 2 * _WINDOW or logits.numel() < _MIN_SEARCHED:
+        highest, token_ids = logits.max(dim=-1)
+        return highest, token_ids
+    num_windows, last_start = vocab_size // _WINDOW, vocab_size - _WINDOW
+    windows = logits[:, : num_windows * _WINDOW].unflatten(1, (num_windows, _WINDOW))
+    # The last window overlaps the one before it where the vocabulary is no multiple.
+    window = torch.cat([windows.amax(-1), logits[:, last_start:].amax(-1, keepdim=True)], 1).argmax(1, keepdim=True)
+    start = (window * _WINDOW).clamp(max=last_start)
+    highest, place = logits.gather(1, start + torch.arange(_WINDOW)).max(dim=-1)
+    return highest, start.squeeze(1) + place
 
 
 def _is_truncated(params: SamplingParams, vocab_size: int) -> bool:

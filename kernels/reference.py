@@ -172,8 +172,8 @@ def paged_attention(
     for row, prefill in enumerate(metadata.prefills):
         attended = _attend(
             q[prefill.token_start : prefill.token_end].transpose(0, 1)[None],
-            k_pool[prefill.kv_index].transpose(0, 1)[None],
-            v_pool[prefill.kv_index].transpose(0, 1)[None],
+            _gather(k_pool, prefill.kv_index).transpose(0, 1)[None],
+            _gather(v_pool, prefill.kv_index).transpose(0, 1)[None],
             metadata.prefill_mask(row, window),
             scale,
             soft_cap,
@@ -194,13 +194,18 @@ def _attend_decodes(
     """[Bd, Hq, D] of one query token a request, over a padded gather of keys and values."""
     attended = _attend(
         q[:, :, None],
-        k_pool[metadata.decode_kv_index].transpose(1, 2),
-        v_pool[metadata.decode_kv_index].transpose(1, 2),
+        _gather(k_pool, metadata.decode_kv_index).transpose(1, 2),
+        _gather(v_pool, metadata.decode_kv_index).transpose(1, 2),
         metadata.decode_mask(window),
         scale,
         soft_cap,
     )
     return attended[:, :, 0]
+
+
+def _gather(pool: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`pool[index]` for any shape of index, copied by whole rows: faster on a CPU than torch's general indexing."""
+    return pool.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 def _attend(

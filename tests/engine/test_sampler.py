@@ -20,7 +20,7 @@ from transformers import (
 
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams, TokenLogprob
-from engine.sampler import INVALID_TOKEN, Sampler, SamplerRow, check_logit_bias, make_generator
+from engine.sampler import INVALID_TOKEN, Sampler, SamplerRow, check_logit_bias, likeliest, make_generator
 
 VOCAB = 133
 RECIPES = [
@@ -278,6 +278,22 @@ def test_the_largest_uniform_number_never_chooses_an_impossible_token() -> None:
     logits[0, :3] = torch.tensor([0.1, 0.2, 0.3])
     for uniform, expected in ((1.0 - 2**-53, 2), (0.0, 0)):
         assert Grid([uniform]).sample(logits, [SamplerRow(SamplingParams())])[0] == [expected]
+
+
+@pytest.mark.parametrize("vocab", [7, 1023, 1024, 1535, 1537, 5000])
+def test_the_likeliest_token_is_the_first_of_the_highest_wherever_it_stands(vocab: int) -> None:
+    draw = torch.Generator().manual_seed(vocab)
+    logits = torch.randint(-50, 50, (400, vocab), generator=draw).float()  # mostly ties
+    places = torch.randint(vocab, (400, 2), generator=draw)
+    logits[:100].scatter_(1, places[:100, :1], 99.0)
+    logits[100:200].scatter_(1, places[100:200], math.nan)
+    logits[200:300].scatter_(1, places[200:300], math.inf)
+    logits[300:310] = -math.inf
+    logits[310] = math.nan
+    logits[311, -1] = logits[312, -2] = logits[313, 0] = 99.0
+    highest, token_ids = likeliest(logits)
+    expected, first = logits.max(dim=-1)
+    assert torch.equal(highest.nan_to_num(7.5), expected.nan_to_num(7.5)) and torch.equal(token_ids, first)
 
 
 def test_an_empty_batch_gives_nothing() -> None:
