@@ -197,6 +197,7 @@ class AttentionMetadata:
         self._tensors = tensors
         self.mutual_spans = mutual_spans
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._decode_keys: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self._elsewhere: AttentionMetadata | None = None
 
     def on(self, device: torch.device) -> AttentionMetadata:
@@ -248,16 +249,25 @@ class AttentionMetadata:
         kv_lens = [self.kv_lens[row] for row in self._decode_rows]
         return torch.tensor(kv_lens, dtype=torch.int64, device=self.block_table.device)
 
-    @cached_property
-    def decode_kv_index(self) -> torch.Tensor:
-        """[Bd, L] int64: pool positions of each decode's keys; padding points at the null block, which is always zero."""
-        longest = max((self.kv_lens[row] for row in self._decode_rows), default=0)
-        num_blocks = -(-longest // self.block_size)
-        offset = torch.arange(self.block_size, device=self.block_table.device)
-        blocks = self.block_table[self._decode_rows, :num_blocks].to(torch.int64)
-        index = (blocks[:, :, None] * self.block_size + offset).flatten(1)[:, :longest]
-        is_padding = torch.arange(longest, device=index.device) >= self.decode_kv_len[:, None]
-        return index.masked_fill_(is_padding, NULL_BLOCK * self.block_size)
+    def decode_keys(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which keys the decodes look at: at most the last `window` of each request, the query's own included.
+
+        Returns:
+            [Bd, L] int64 pool positions; padding points at the null block, which is always zero.
+            [Bd, 1, 1, L] bool, False where there is padding.
+        """
+        if window not in self._decode_keys:
+            longest = max((self.kv_lens[row] for row in self._decode_rows), default=0)
+            kv_len = self.decode_kv_len[:, None]
+            position = torch.arange(longest if window is None else min(longest, window), device=kv_len.device)
+            position = position if window is None else position + (kv_len - window).clamp(min=0)
+            is_there = position < kv_len
+            blocks = self.block_table[self._decode_rows].to(torch.int64)
+            place = position.clamp(max=blocks.shape[1] * self.block_size - 1).expand(is_there.shape)
+            index = blocks.gather(1, place // self.block_size) * self.block_size + place % self.block_size
+            index.masked_fill_(~is_there, NULL_BLOCK * self.block_size)
+            self._decode_keys[window] = (index, is_there[:, None, None])
+        return self._decode_keys[window]
 
     @cached_property
     def _decode_rows(self) -> list[int]:
@@ -267,18 +277,6 @@ class AttentionMetadata:
         position = torch.arange(kv_len, device=self.block_table.device)
         blocks = self.block_table[row].to(torch.int64)
         return blocks[position // self.block_size] * self.block_size + position % self.block_size
-
-    def decode_mask(self, window: int | None) -> torch.Tensor:
-        """[Bd, 1, 1, L] bool: True where a decode's query may look at a key; `window` counts keys, the query's included."""
-        key = (-1, window)
-        if key not in self._masks:
-            position = torch.arange(self.decode_kv_index.shape[1], device=self.decode_kv_len.device)
-            kv_len = self.decode_kv_len[:, None]
-            mask = position < kv_len
-            if window is not None:
-                mask &= position >= kv_len - window
-            self._masks[key] = mask[:, None, None]
-        return self._masks[key]
 
     def prefill_mask(self, row: int, window: int | None) -> torch.Tensor | None:
         """[Q, L] bool of prefill `row`, or None where plain causal attention over equal lengths is meant."""

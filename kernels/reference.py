@@ -192,11 +192,12 @@ def _attend_decodes(
     soft_cap: float | None,
 ) -> torch.Tensor:
     """[Bd, Hq, D] of one query token a request, over a padded gather of keys and values."""
+    index, mask = metadata.decode_keys(window)
     attended = _attend(
         q[:, :, None],
-        _gather(k_pool, metadata.decode_kv_index).transpose(1, 2),
-        _gather(v_pool, metadata.decode_kv_index).transpose(1, 2),
-        metadata.decode_mask(window),
+        _gather(k_pool, index).transpose(1, 2),
+        _gather(v_pool, index).transpose(1, 2),
+        mask,
         scale,
         soft_cap,
     )
@@ -205,7 +206,7 @@ def _attend_decodes(
 
 def _gather(pool: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`pool[index]` for any shape of index, copied by whole rows: faster on a CPU than torch's general indexing."""
-    return pool.index_select(0, index.flatten()).unflatten(0, index.shape)
+    return pool.index_select(0, index.flatten()).view(*index.shape, *pool.shape[1:])
 
 
 def _attend(

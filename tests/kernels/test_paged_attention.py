@@ -262,6 +262,19 @@ def test_the_sweep_passes_under_the_interpreter() -> None:
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs no kernel")
+@pytest.mark.parametrize("window", [None, 1, 5, 40, 300])
+def test_the_twin_reads_no_key_of_a_decode_before_its_window(window: int | None) -> None:
+    case = Case([1, 1, 1, 1], [7, 133, 41, 1], group=2, head_dim=32, num_kv_heads=2, window=window)
+    world = make_world(case, torch.float32, "cpu")
+    for kv_len, index in zip(case.kv_lens, world.kv_index, strict=True):
+        unseen = index[: max(0, kv_len - (window or kv_len))]
+        world.k_pool[unseen] = world.v_pool[unseen] = float("nan")
+    metadata = AttentionMetadata(list(case.query_lens), list(case.kv_lens), world.block_table, case.block_size)
+    output = reference.paged_attention(world.q, world.k_pool, world.v_pool, metadata, scale=0.3, window=window)
+    assert relative_error(output, naive_attention(case, world, 0.3)) < RELATIVE_ERROR[torch.float32]
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="needs no kernel")
 def test_whole_prompts_are_counted_but_not_in_static_buffers() -> None:
     lens = [19, 1, 1, 5], [19, 1, 8, 30]
     table = torch.ones(4, 2, dtype=torch.int64)
