@@ -305,15 +305,15 @@ def test_numbers_gone_wrong_fail_one_request_and_reach_no_other(llama_dir: Path,
 def test_a_fault_in_one_requests_text_fails_that_request_alone(
     tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine import loop
+    from engine import delivery
 
-    class Broken(loop.Detokenizer):
+    class Broken(delivery.Detokenizer):
         def push(self, token_id: int) -> str:
             raise ValueError("bad token")
 
     expected = run(one(tiny_engine, TextPrompt("good")))[1]
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "Detokenizer", Broken)
+        patch.setattr(delivery, "Detokenizer", Broken)
         bad = one(tiny_engine, TextPrompt("bad"))
     good = one(tiny_engine, TextPrompt("good"))
     with pytest.raises(EngineFault):
