@@ -6,8 +6,8 @@ The texts of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` are vLLM's. C
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from adapters.errors import AdapterNotFound
 from adapters.storage import storage_faults
 from api.auth import require_admin
 from api.body import json_body, service_of
+from api.cards import parent_of
 from api.forms import Form
 from api.openapi import json_request, multipart_request
 from api.schema import LoadAdapterRequest, PatchAdapterRequest, UnloadAdapterRequest, client_words
@@ -28,7 +29,7 @@ from engine.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from adapters.records import AdapterInfo
-    from engine.engine import EngineStats
+    from engine.engine import Engine, EngineStats
 
 router = APIRouter()
 admin = APIRouter(dependencies=[Depends(require_admin)])
@@ -60,8 +61,20 @@ async def unload_lora_adapter(request: Request) -> Response:
     service.require_updates()
     body = await json_body(request, UnloadAdapterRequest)
     name = await _named(service, body)
-    await service.unload_adapter(name)
+    with _missing_is("lora_name" if body.lora_name else "lora_int_id"):
+        await service.unload_adapter(name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+@contextmanager
+def _missing_is(param: str) -> Iterator[None]:
+    """Let the error of an unknown adapter blame what the client gave it by."""
+    try:
+        yield
+    except AdapterNotFound as error:
+        if error.param == "model":
+            error.param, error.message = param, error.message.replace("model", "adapter", 1)
+        raise
 
 
 async def _named(service: Service, body: UnloadAdapterRequest) -> str:
@@ -116,7 +129,7 @@ async def upload_adapter(request: Request) -> Response:
     probe = await service.probe_adapter(info.name)
     found = {"is_ok": True, "errors": [], "code": None, "report": info.report}
     found["probe"] = None if probe is None else probe.to_dict()
-    return JSONResponse({**found, "dry_run": False, "adapter": adapter_json(info)})
+    return JSONResponse({**found, "dry_run": False, "adapter": adapter_json(service.engine, info)})
 
 
 @asynccontextmanager
@@ -134,7 +147,7 @@ async def _spooled(request: Request) -> AsyncIterator[FormData]:
 async def list_adapters(request: Request) -> dict[str, Any]:
     """Every adapter with where it lies, its size, and how it is used; what all of them take; and the downloads under way."""
     service = service_of(request)
-    adapters = [adapter_json(info) for info in await service.list_adapters()]
+    adapters = [adapter_json(service.engine, info) for info in await service.list_adapters()]
     if not service.caller.sees_all:
         return {"object": "list", "data": adapters}  # The rest would tell of adapters that this caller does not have.
     downloads = [download.to_dict() for download in service.downloads()]
@@ -145,7 +158,8 @@ async def list_adapters(request: Request) -> dict[str, Any]:
 @router.get("/v1/adapters/{name:path}/download", dependencies=[Depends(require_admin)])
 async def download_adapter(request: Request, name: str) -> FileResponse:
     """The adapter's files as a zip that can be uploaded again."""
-    path = await service_of(request).export_adapter(name)
+    with _missing_is("name"):
+        path = await service_of(request).export_adapter(name)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "adapter"
     return FileResponse(
         path, media_type="application/zip", filename=f"{stem}.zip", background=BackgroundTask(path.unlink)
@@ -156,8 +170,10 @@ async def download_adapter(request: Request, name: str) -> FileResponse:
 async def get_adapter(request: Request, name: str) -> dict[str, Any]:
     """One adapter, with its versions."""
     service = service_of(request)
-    versions = [asdict(version) for version in await service.adapter_versions(name)]
-    return {**adapter_json(await service.get_adapter(name)), "versions": versions}
+    with _missing_is("name"):
+        versions = [asdict(version) for version in await service.adapter_versions(name)]
+        info = await service.get_adapter(name)
+    return {**adapter_json(service.engine, info), "versions": versions}
 
 
 @admin.patch("/v1/adapters/{name:path}", openapi_extra=json_request(PatchAdapterRequest))
@@ -169,23 +185,25 @@ async def patch_adapter(request: Request, name: str) -> dict[str, Any]:
     if body.pinned is None and body.generation is None and body.default_for is None:
         raise InvalidRequest("Nothing is to be changed; send pinned, generation or default_for.", param="pinned")
     service.engine.check_modalities(body.default_for or ())
-    if body.generation is not None:
-        await service.roll_back_adapter(name, body.generation)
-    if body.default_for is not None:
-        await service.set_default_for(name, body.default_for)
-    if body.pinned is not None:
-        await service.pin_adapter(name, body.pinned)
-    return adapter_json(await service.get_adapter(name))
+    with _missing_is("name"):
+        if body.generation is not None:
+            await service.roll_back_adapter(name, body.generation)
+        if body.default_for is not None:
+            await service.set_default_for(name, body.default_for)
+        if body.pinned is not None:
+            await service.pin_adapter(name, body.pinned)
+        return adapter_json(service.engine, await service.get_adapter(name))
 
 
 @admin.delete("/v1/adapters/{name:path}")
 async def delete_adapter(request: Request, name: str) -> dict[str, Any]:
     """Unload an adapter; the files of an upload are deleted."""
-    await service_of(request).delete_adapter(name)
+    with _missing_is("name"):
+        await service_of(request).delete_adapter(name)
     return {"id": name, "object": "adapter", "deleted": True}
 
 
-def adapter_json(info: AdapterInfo) -> dict[str, Any]:
+def adapter_json(engine: Engine, info: AdapterInfo) -> dict[str, Any]:
     """An adapter as `/v1/adapters` shows it."""
     return {
         "id": info.name,
@@ -193,7 +211,7 @@ def adapter_json(info: AdapterInfo) -> dict[str, Any]:
         "name": info.name,
         "root": info.source,
         "revision": info.revision,
-        "parent": info.base_model_name,
+        "parent": parent_of(engine, info),
         "lora_int_id": info.lora_int_id,
         "generation": info.generation,
         "rank": info.rank,

@@ -33,8 +33,14 @@ def adapter_card(engine: Engine, info: AdapterInfo) -> dict[str, Any]:
         "default_for": info.default_for,
         "created": info.created,
     }
-    parent = info.base_model_name or engine.model_names[0]
-    return _card(engine, info.name, root=info.source, parent=parent, created=info.created, lora=lora)
+    return _card(
+        engine, info.name, root=info.source, parent=parent_of(engine, info), created=info.created, lora=lora
+    )
+
+
+def parent_of(engine: Engine, info: AdapterInfo) -> str:
+    """The model that an adapter stands on: the one named when it was loaded, else the base model."""
+    return info.base_model_name or engine.model_names[0]
 
 
 def _card(

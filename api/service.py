@@ -344,6 +344,12 @@ class Service:
         self._check_exists(name)
         return await self._manage(self.adapters.get, name)
 
+    @property
+    def default_mm_loras(self) -> dict[str, str]:
+        """Modality -> the adapter that answers it by itself, as far as that exists for the caller."""
+        defaults = self.engine.default_mm_loras
+        return {modality: name for modality, name in defaults.items() if self.caller.may_use(name)}
+
     def is_on_disk(self, name: str) -> bool:
         """Whether an adapter must be read before it can answer; False for a name that does not exist."""
         return self.adapters.contains(name) and self.adapters.get(name).state == "disk"

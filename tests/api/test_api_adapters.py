@@ -65,6 +65,9 @@ def test_models_are_the_base_and_the_adapters_with_their_lineage(
     assert base.keys() == speech.keys() == common
     assert (base["parent"], base["root"], base["lora"]) == (None, tiny_engine.config.model, None)
     assert (speech["parent"], speech["root"]) == (base_model, str(speech_adapters["speech"]))
+    assert http.get("/v1/adapters/speech").json()["parent"] == speech["parent"]
+    listed = {adapter["id"]: adapter["parent"] for adapter in http.get("/v1/adapters").json()["data"]}
+    assert listed == {name: card["parent"] for name, card in cards.items() if name != base_model}
     assert base["max_model_len"] == speech["max_model_len"] == 512
     assert base["permission"][0]["object"] == "model_permission"
     lora = speech["lora"]
@@ -135,7 +138,11 @@ def test_load_faults_have_the_right_status_and_leave_nothing_behind(
     assert error(load(http, "x", adapter_folder, is_3d_lora_weight=True)) == (400, "is_3d_lora_weight")
     assert error(http.post("/v1/load_lora_adapter", json={"lora_name": "x"})) == (400, "lora_path")
     assert error(http.post("/v1/load_lora_adapter", json={"lora_path": "x"})) == (400, "lora_name")
-    assert error(unload(http, lora_name="nobody"))[0] == 404
+    assert error(unload(http, lora_name="nobody")) == (404, "lora_name")
+    assert error(http.get("/v1/adapters/nobody")) == (404, "name")
+    assert error(http.patch("/v1/adapters/nobody", json={"pinned": True})) == (404, "name")
+    assert error(http.delete("/v1/adapters/nobody")) == (404, "name")
+    assert unload(http, lora_name="nobody").json()["error"]["message"] == "The adapter `nobody` does not exist."
     assert error(unload(http)) == (400, "lora_name")
     assert error(unload(http, lora_name="")) == (400, "lora_name")
     assert names(http) == before
