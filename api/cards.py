@@ -33,9 +33,7 @@ def adapter_card(engine: Engine, info: AdapterInfo) -> dict[str, Any]:
         "default_for": info.default_for,
         "created": info.created,
     }
-    return _card(
-        engine, info.name, root=info.source, parent=parent_of(engine, info), created=info.created, lora=lora
-    )
+    return _card(engine, info.name, root=info.source, parent=parent_of(engine, info), created=info.created, lora=lora)
 
 
 def parent_of(engine: Engine, info: AdapterInfo) -> str:

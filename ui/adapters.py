@@ -95,13 +95,13 @@ class AdaptersTab:
 
     async def refresh(self, request: gr.Request) -> Update:
         """The tab as things stand."""
-        reason = self._page.lock_reason(request)
-        text, adapters = self._page.words(request), await self._page.service_for(request).list_adapters()
+        reason, service = self._page.lock_reason(request), self._page.service_for(request)
+        text, adapters = self._page.words(request), await service.list_adapters()
         notice = f"<p class='notice' role='note'>{escape(reason or '')}</p>"
         num_slots = self._page.service.engine.config.max_loras
         return {
             self.notice: gr.update(value=notice, visible=reason is not None),
-            self.memory: memory_html(text, adapters, self._page.service.stats()),
+            self.memory: memory_html(text, adapters, service.stats() if service.caller.sees_all else None),
             self.figures: figures_html(text, adapters, num_slots=num_slots),
             self.table: table_html(
                 text,
@@ -128,7 +128,7 @@ class AdaptersTab:
         if action == "rollback":
             shown[self.versions] = await self._versions(name, request)
         # Only where a name has become free does the report change.
-        return shown | {self.report: self._report(parcels, request)} if action in ("unload", "delete") else shown
+        return shown | {self.report: await self._report(parcels, request)} if action in ("unload", "delete") else shown
 
     async def _change(self, service: Service, action: str, name: str, value: str) -> None:
         """Do what a button says; raises `AppError`."""
@@ -162,11 +162,11 @@ class AdaptersTab:
         self._require_leave(request)
         arrived = make_parcels(self._page.words(request), [Path(path) for path in paths or []])
         parcels[:0] = arrived
-        yield {self.report: self._report(parcels, request), self.drop: None, self.parcels: parcels}
+        yield {self.report: await self._report(parcels, request), self.drop: None, self.parcels: parcels}
         for parcel in arrived:
             if parcel.problem is None:
-                parcel.report = await self._page.service.inspect_upload(parcel.files)
-            yield {self.report: self._report(parcels, request)}
+                parcel.report = await self._page.service_for(request).inspect_upload(parcel.files)
+            yield {self.report: await self._report(parcels, request)}
 
     async def install(self, parcels: list[Parcel], event: gr.EventData, request: gr.Request) -> Update:
         """Install pressed on a card."""
@@ -175,37 +175,36 @@ class AdaptersTab:
         if parcel is not None:
             parcel.num_tries += 1
             parcel.problem = await self._install(parcel, request)
-        return {self.report: self._report(parcels, request)} | await self.refresh(request)
+        return {self.report: await self._report(parcels, request)} | await self.refresh(request)
 
     async def _install(self, parcel: Parcel, request: gr.Request) -> str | None:
         """Install a parcel; returns what went wrong, in words. That a name is taken is on the card as long as it is."""
-        text = self._page.words(request)
+        self._require_leave(request)
+        text, service = self._page.words(request), self._page.service_for(request)
         if not parcel.name:
             return text("report.no_name")
         if not all(path.is_file() for path in parcel.files.values()):
             return text("report.gone")
-        if self._page.service.engine.adapters.contains(parcel.name) and not parcel.replaces:
+        if not parcel.replaces and parcel.name in await self._page.adapter_names(request):
             gr.Warning(escape(text("report.taken", name=parcel.name)))
             return None
         try:
-            self._require_leave(request)
-            info = await self._page.service_for(request).install_upload(
-                parcel.name, parcel.files, load_inplace=parcel.replaces
-            )
+            info = await service.install_upload(parcel.name, parcel.files, load_inplace=parcel.replaces)
         except AppError as error:
             return error.message[:1].upper() + error.message[1:]
         parcel.is_installed = True
         gr.Success(escape(text("adapters.done.install", name=info.name, rank=info.rank, modules=info.num_modules)))
         return None
 
-    def dismiss(self, parcels: list[Parcel], event: gr.EventData, request: gr.Request) -> str:
+    async def dismiss(self, parcels: list[Parcel], event: gr.EventData, request: gr.Request) -> str:
         """Take a card away."""
         _keep_drafts(parcels, event.drafts)
         parcels[:] = [parcel for parcel in parcels if parcel.key != event.key]
-        return self._report(parcels, request)
+        return await self._report(parcels, request)
 
-    def _report(self, parcels: list[Parcel], request: gr.Request) -> str:
-        return report_html(self._page.words(request), parcels, self._page.service.engine.adapters.names())
+    async def _report(self, parcels: list[Parcel], request: gr.Request) -> str:
+        taken = await self._page.adapter_names(request) if parcels else ()
+        return report_html(self._page.words(request), parcels, taken)
 
     def _require_leave(self, request: gr.Request) -> None:
         if reason := self._page.lock_reason(request):

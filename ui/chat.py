@@ -189,7 +189,7 @@ class ChatTab:
         conversation: Conversation = values[self.conversation]
         messages = conversation.messages(values[self.panel.settings.system] or "")
         reply = conversation.open_reply()
-        reply.expected = self._expected(lora, reply)
+        reply.expected = self._expected(service, lora, reply)
         buttons = {
             self.composer.box: gr.update(submit_btn=False, stop_btn=True),
             self.new: gr.update(interactive=False),
@@ -204,10 +204,10 @@ class ChatTab:
             async for has_changed in changes:
                 yield self._drawn(text, conversation) if has_changed else {self.composer.hint: gr.skip()}
 
-    def _expected(self, lora: str, reply: Reply) -> str:
+    def _expected(self, service: Service, lora: str, reply: Reply) -> str:
         """The adapter whose loading an answer may wait for; empty for the base model."""
         if lora == AUTO:
-            return default_for(self._page.service.engine.default_mm_loras, set(reply.media.split("+")))
+            return default_for(service.default_mm_loras, set(reply.media.split("+")))
         return "" if lora == NONE else lora
 
     def settle(self, conversation: Conversation, kept: list[Record], request: gr.Request) -> Update:

@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 TIERS = {"gpu": ("gpu",), "cpu": ("gpu", "cpu"), "disk": ("disk",)}
 
 
-def memory_html(text: Texts, adapters: Sequence[AdapterInfo], stats: EngineStats) -> str:
-    """A bar for each tier, as long as its bytes, with a stretch for each adapter."""
+def memory_html(text: Texts, adapters: Sequence[AdapterInfo], stats: EngineStats | None) -> str:
+    """A bar for each tier, as long as its bytes, with a stretch for each adapter.
+
+    Without `stats`, which count all adapters of the server, the notes count those that are shown.
+    """
     by_tier = {tier: [info for info in adapters if info.state in states] for tier, states in TIERS.items()}
     longest = max((_num_bytes(infos) for infos in by_tier.values()), default=0) or 1
-    notes = {
-        "gpu": text("memory.rows", used=stats.lora_rows_used, total=stats.lora_rows_total),
-        "cpu": _cpu_note(text, stats),
-        "disk": text("memory.disk_note"),
-    }
+    notes = {"disk": text("memory.disk_note")}
+    if stats is None:
+        notes |= {tier: text("memory.count", count=len(by_tier[tier])) for tier in ("gpu", "cpu")}
+    else:
+        notes["gpu"] = text("memory.rows", used=stats.lora_rows_used, total=stats.lora_rows_total)
+        notes["cpu"] = _cpu_note(text, stats)
     rows = "".join(_tier(text, tier, infos, longest, notes[tier]) for tier, infos in by_tier.items())
     return f"<section class='memory'><h2>{escape(text('memory.title'))}</h2><dl>{rows}</dl></section>"
 

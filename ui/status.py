@@ -6,7 +6,7 @@ Owns the components and their thin callbacks. Plots are drawn by `ui/plots` from
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -65,12 +65,15 @@ class StatusTab:
 
     async def refresh(self, request: gr.Request) -> Update:
         """Figures and plots as things stand."""
-        stats = self._page.service.stats()
+        service = self._page.service_for(request)
+        stats, adapters = service.stats(), await service.list_adapters()
         self._page.samples.take(stats)
         text, samples = self._page.words(request), self._page.samples
+        sees_all = service.caller.sees_all
+        num_requests = None if sees_all else sum(info.num_requests for info in adapters)
         return {
-            self.figures: figures_html(text, stats, samples),
-            self.plots: plots_html(text, samples, await self._page.adapter_names(request)),
+            self.figures: figures_html(text, stats, samples, num_requests),
+            self.plots: plots_html(text, samples, {info.name for info in adapters}, sees_all=sees_all),
         }
 
     async def show_setup(self, chosen: str, request: gr.Request) -> Update:
@@ -80,10 +83,15 @@ class StatusTab:
         choices += [(name, name) for name in await self._page.adapter_names(request)]
         value = chosen if any(chosen == each for _, each in choices) else AUTO
         return {
-            self.setup: setup_html(text, self._page),
+            self.setup: setup_html(text, self._page, self._links(request)),
             self.adapter: gr.update(choices=choices, value=value),
             self.snippets: self.write_snippets(value, request),
         }
+
+    def _links(self, request: gr.Request) -> dict[str, str]:
+        """What this visitor may read beside the page: metrics tell of every adapter."""
+        sees_all = self._page.service_for(request).caller.sees_all
+        return {key: path for key, path in self._page.links.items() if sees_all or key != "metrics"}
 
     def write_snippets(self, lora: str, request: gr.Request) -> str:
         """How a program asks for this choice."""
@@ -92,8 +100,8 @@ class StatusTab:
         return snippets_html(self._page.words(request), service.engine.model_names[0], lora, needs_key=needs_key)
 
 
-def figures_html(text: Texts, stats: EngineStats, samples: Samples) -> str:
-    """The four figures on top."""
+def figures_html(text: Texts, stats: EngineStats, samples: Samples, num_requests: int | None = None) -> str:
+    """The four figures on top; with `num_requests`, those to the visitor's adapters instead of all answers."""
     recent = samples.recent()
     speed = recent[-1].tokens_per_s if recent else 0.0
     share = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
@@ -102,7 +110,9 @@ def figures_html(text: Texts, stats: EngineStats, samples: Samples) -> str:
         ("running", str(stats.num_running), text("status.waiting", count=stats.num_waiting)),
         ("speed", f"{speed:.0f}", text("status.tokens_s")),
         ("kv", f"{share:.0%}", text("status.kv_of", used=stats.kv_blocks_used, total=stats.kv_blocks_total)),
-        ("finished", str(finished), text("status.tokens_total", count=f"{stats.generated_tokens:,}")),
+        ("finished", str(finished), text("status.tokens_total", count=f"{stats.generated_tokens:,}"))
+        if num_requests is None
+        else ("requests", str(num_requests), text("status.requests_of")),
     )
     shown = "".join(
         f"<div><dt>{escape(text(f'status.{key}'))}</dt><dd>{escape(value)} <small>{escape(note)}</small></dd></div>"
@@ -111,8 +121,11 @@ def figures_html(text: Texts, stats: EngineStats, samples: Samples) -> str:
     return f"<dl class='figures'>{shown}</dl>"
 
 
-def plots_html(text: Texts, samples: Samples, known: Collection[str]) -> str:
-    """The five plots of the last minutes; adapters that are not `known` to the visitor have no names."""
+def plots_html(text: Texts, samples: Samples, known: Collection[str], *, sees_all: bool = True) -> str:
+    """The plots of the last minutes.
+
+    Adapters that are not `known` any more have no names; where the visitor does not see all, nothing is drawn of others.
+    """
     recent = samples.recent()
     last = recent[-1] if recent else None
     common = {"span": text("status.ago", minutes=int(WINDOW_S // 60)), "empty": text("status.no_samples")}
@@ -125,7 +138,7 @@ def plots_html(text: Texts, samples: Samples, known: Collection[str]) -> str:
             text("status.plot.speed"), text("receipt.speed", speed=f"{last.tokens_per_s if last else 0:.0f}"),
             [Series(text("status.plot.speed"), speed)], kind="line", top=top, top_label=f"{top:g}", **common,
         ),
-        _batch_plot(text, recent, known, common),
+        _batch_plot(text, recent, known, common, sees_all=sees_all),
         plot_html(
             text("status.plot.kv"), f"{last.kv_share if last else 0:.0%}",
             [Series(text("status.plot.kv"), _points(recent, [sample.kv_share for sample in recent]))],
@@ -136,16 +149,23 @@ def plots_html(text: Texts, samples: Samples, known: Collection[str]) -> str:
             [Series(text("status.plot.first"), latencies)], kind="dots", top=slowest,
             top_label=text.duration(slowest), span=common["span"], empty=text("status.no_answers"),
         ),
-        _moves_plot(text, recent, common),
+        *([_moves_plot(text, recent, common)] if sees_all else []),
     ]  # fmt: skip
     return f"<div class='plots'>{''.join(shown)}</div>"
 
 
-def _batch_plot(text: Texts, recent: Sequence[Sample], known: Collection[str], common: dict[str, str]) -> str:
+def _batch_plot(
+    text: Texts, recent: Sequence[Sample], known: Collection[str], common: dict[str, str], *, sees_all: bool
+) -> str:
     """Requests in the latest batch, by adapter, one upon the other."""
     running = {name for sample in recent for name in sample.batch}
     groups = {text("receipt.base"): {BASE}, **{name: {name} for name in sorted(running.intersection(known))}}
-    groups[text("status.others")] = running.difference(known, {BASE})
+    if sees_all:
+        groups[text("status.others")] = running.difference(known, {BASE})
+    counts = [
+        float(sum(count for name, count in sample.batch.items() if any(name in names for names in groups.values())))
+        for sample in recent
+    ]
     series = [
         Series(
             title,
@@ -155,8 +175,8 @@ def _batch_plot(text: Texts, recent: Sequence[Sample], known: Collection[str], c
         for title, names in groups.items()
         if names & running
     ]
-    top = round_up(max((float(sum(sample.batch.values())) for sample in recent), default=0.0))
-    now = str(sum(recent[-1].batch.values()) if recent else 0)
+    top = round_up(max(counts, default=0.0))
+    now = f"{counts[-1] if counts else 0:.0f}"
     return plot_html(
         text("status.plot.batch"),
         now,
@@ -188,7 +208,7 @@ def _place(at: float) -> float:
     return 1.0 - (time.monotonic() - at) / WINDOW_S
 
 
-def setup_html(text: Texts, page: Page) -> str:
+def setup_html(text: Texts, page: Page, shown_links: Mapping[str, str]) -> str:
     """How the engine runs, and where to read on."""
     engine, stats = page.service.engine, page.service.stats()
     config = engine.config
@@ -208,7 +228,7 @@ def setup_html(text: Texts, page: Page) -> str:
     )
     links = "".join(
         f"<a class='button' href='{escape(path)}' target='_blank' rel='noopener'>{escape(text(f'status.link.{key}'))}</a>"
-        for key, path in page.links.items()
+        for key, path in shown_links.items()
     )
     return (
         f"<section class='adapter-card'><h2>{escape(text('status.setup'))}</h2><dl>{rows}</dl>"

@@ -331,6 +331,7 @@ ENGLISH: Mapping[str, str] = {
     "memory.rows": "{used} of {total} slots",
     "memory.cpu_count": "{count} of {limit} adapters",
     "memory.cpu_bytes": "{count} adapters, at most {limit}",
+    "memory.count": "your adapters: {count}",
     "memory.disk_note": "read when they are asked for",
     # status
     "status.running": "Running",
@@ -340,6 +341,8 @@ ENGLISH: Mapping[str, str] = {
     "status.kv": "KV cache",
     "status.kv_of": "{used} of {total} blocks",
     "status.finished": "Answers",
+    "status.requests": "Requests",
+    "status.requests_of": "to your adapters, since the start",
     "status.tokens_total": "{count} tokens since the start",
     "status.plot.speed": "Generated",
     "status.plot.batch": "Requests in the batch, by adapter",

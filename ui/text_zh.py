@@ -326,6 +326,7 @@ CHINESE: Mapping[str, str] = {
     "memory.rows": "{total} 个槽位中的 {used} 个",
     "memory.cpu_count": "{count} 个，最多 {limit} 个",
     "memory.cpu_bytes": "{count} 个，最多 {limit}",
+    "memory.count": "你的适配器：{count}",
     "memory.disk_note": "被请求时才读取",
     # status
     "status.running": "运行中",
@@ -335,6 +336,8 @@ CHINESE: Mapping[str, str] = {
     "status.kv": "KV 缓存",
     "status.kv_of": "{total} 块中的 {used} 块",
     "status.finished": "回答数",
+    "status.requests": "请求",
+    "status.requests_of": "自启动以来发给你的适配器",
     "status.tokens_total": "自启动以来 {count} 个词元",
     "status.plot.speed": "生成速度",
     "status.plot.batch": "批次中的请求，按适配器",
