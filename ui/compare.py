@@ -20,6 +20,7 @@ from engine.routing import NONE
 from ui.answer import run_reply
 from ui.comparison import VOTE_SCRIPT, Column, Comparison, comparison_html
 from ui.page import DIRECT, Page, session_of
+from ui.receipt import Reply
 from ui.settings import GenerationSettings
 from ui.streaming import batches, merged
 from ui.text import Texts
@@ -51,6 +52,12 @@ class CompareTab:
                     label=label("compare.audio"), sources=["upload", "microphone"], buttons=["download"], type="filepath",
                     elem_id="compare-audio", visible=hears,
                 )  # fmt: skip
+                # Not a gr.Image: that one opens the file itself, and a broken one gets no words.
+                self.images = gr.Gallery(
+                    label=label("compare.images"), sources=["upload", "clipboard"], file_types=["image"], type="filepath",
+                    columns=4, height=190, object_fit="contain", buttons=[], elem_id="compare-images",
+                    visible=self._page.takes_images, interactive=True,
+                )  # fmt: skip
             with gr.Column(scale=4, min_width=300):
                 self.adapters = gr.Dropdown(
                     names, value=names[:MAX_ADAPTERS], multiselect=True, max_choices=MAX_ADAPTERS,
@@ -75,7 +82,7 @@ class CompareTab:
         selected.select(self.refresh, [self.adapters, self.comparison], shown, **DIRECT)
 
     def _connect(self) -> None:
-        inputs = {self.prompt, self.audio, self.adapters, self.comparison, *self.settings.inputs}
+        inputs = {self.prompt, self.audio, self.images, self.adapters, self.comparison, *self.settings.inputs}
         outputs = [self.results, self.run, self.stop]
         streaming: dict[str, Any] = {
             "outputs": outputs, "concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private",
@@ -98,16 +105,17 @@ class CompareTab:
         """Send the prompt to all columns and draw them as they grow."""
         words = self._page.words(request)
         prompt, clip = (values[self.prompt] or "").strip(), values[self.audio]
+        images = tuple(Path(path) for path, _ in values[self.images] or [])
         chosen = list(values[self.adapters] or [])[:MAX_ADAPTERS]
-        if problem := _problem(words, prompt, clip, chosen):
+        if problem := _problem(words, chosen, has_prompt=bool(prompt or clip or images)):
             raise gr.Error(problem, print_exception=False)
         stop = self._stops.begin(session_of(request))
         if stop is None:
             raise gr.Error(words("compare.busy"), print_exception=False)
         comparison: Comparison = values[self.comparison]
         comparison.prompt, comparison.system = prompt, values[self.settings.system] or ""
-        comparison.audio, comparison.best = (Path(clip),) if clip else (), None
-        comparison.columns = [Column(lora) for lora in (NONE, *chosen)]
+        comparison.audio, comparison.images, comparison.best = (Path(clip),) if clip else (), images, None
+        comparison.columns = [Column(NONE), *(Column(name, Reply(expected=name)) for name in chosen)]
         settings = self.settings
         comparison.sampling = {
             "temperature": values[settings.temperature], "max_tokens": values[settings.max_tokens],
@@ -162,8 +170,8 @@ class CompareTab:
         return comparison_html(self._page.words(request), comparison)
 
 
-def _problem(text: Texts, prompt: str, clip: str | None, chosen: Sequence[str]) -> str | None:
+def _problem(text: Texts, chosen: Sequence[str], *, has_prompt: bool) -> str | None:
     """Why a comparison cannot begin; None if it can."""
-    if not prompt and not clip:
+    if not has_prompt:
         return text("compare.no_prompt")
     return None if chosen else text("compare.no_adapters")

@@ -16,12 +16,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from engine.request import AudioPart, Message, TextPart
+from engine.request import AudioPart, ImagePart, Message, Part, TextPart
 from engine.routing import NONE
 from ui.differences import marked_html
 from ui.receipt import Reply, mark_html, reason_in_words, short_digest, status_in_words
 from ui.text import Texts
 
+MAX_IN_A_ROW = 4
 VOTE_SCRIPT = """
 element.addEventListener('click', (event) => {
   const button = event.target.closest('button[data-vote]');
@@ -49,6 +50,7 @@ class Comparison:
     prompt: str = ""
     system: str = ""
     audio: tuple[Path, ...] = ()
+    images: tuple[Path, ...] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
     columns: list[Column] = field(default_factory=list)
     best: str | None = None
@@ -61,7 +63,8 @@ class Comparison:
 
     def messages(self) -> list[Message]:
         """What each of the models gets."""
-        parts: list[AudioPart | TextPart] = [AudioPart(path, param=path.name) for path in self.audio]
+        parts: list[Part] = [ImagePart(path, param=path.name) for path in self.images]
+        parts += [AudioPart(path, param=path.name) for path in self.audio]
         content = [*parts, TextPart(self.prompt)] if self.prompt else parts
         system = [Message("system", self.system)] if self.system.strip() else []
         return [*system, Message("user", content if parts else self.prompt)]
@@ -86,6 +89,7 @@ class Comparison:
             "prompt": self.prompt,
             "system": self.system,
             "audio": [path.name for path in self.audio],
+            "images": [path.name for path in self.images],
             "sampling": self.sampling,
             "answers": self.rows(),
         }
@@ -94,7 +98,8 @@ class Comparison:
     def to_csv(self) -> str:
         """The answers as a table; cells that a spreadsheet would take for a formula are quoted with an apostrophe."""
         sheet = io.StringIO()
-        rows = [{"prompt": self.prompt, **row} for row in self.rows()]
+        media = "; ".join(path.name for path in (*self.images, *self.audio))
+        rows = [{"prompt": self.prompt, "media": media, **row} for row in self.rows()]
         writer = csv.DictWriter(sheet, list(rows[0]))
         writer.writeheader()
         for row in rows:
@@ -130,7 +135,8 @@ def comparison_html(text: Texts, comparison: Comparison) -> str:
         return f"<p class='empty dashed'><strong>{title}</strong>{body}</p>"
     base = comparison.columns[0].reply
     columns = "".join(_column(text, comparison, column, base) for column in comparison.columns)
-    return f"<div class='side-by-side'>{columns}</div>{_ending(text, comparison)}"
+    many = " many" if len(comparison.columns) > MAX_IN_A_ROW else ""
+    return f"<div class='side-by-side{many}'>{columns}</div>{_ending(text, comparison)}"
 
 
 def _column(text: Texts, comparison: Comparison, column: Column, base: Reply) -> str:
@@ -139,20 +145,46 @@ def _column(text: Texts, comparison: Comparison, column: Column, base: Reply) ->
     is_best = comparison.best == column.lora
     body, note = _body(text, column, base)
     reason = escape(reason_in_words(text, reply)) if reply.receipt and column.lora != NONE else ""
-    vote = ""
-    if comparison.is_final and reply.phase != "failed":
-        label = escape(text("compare.vote_label", name=column.title(text)))
-        vote = (
-            f"<button type='button' data-vote='{escape(column.lora)}' aria-pressed='{str(is_best).lower()}' "
-            f"aria-label='{label}'>{escape(text('compare.voted' if is_best else 'compare.vote'))}</button>"
-        )
     return (
         f"<article data-lora='{escape(column.lora)}' class='{'best' if is_best else ''}' "
         f"aria-label='{escape(column.title(text))}'>"
-        f"<h3>{mark_html(None if column.lora == NONE else column.lora)}{escape(column.title(text))} "
-        f"<code title='{reason}'>{digest}</code></h3>"
-        f"<p class='quiet' data-figures>{escape(progress_line(text, reply))}</p>"
-        f"<div class='words'>{body}</div><p class='quiet'>{escape(note)}</p>{vote}</article>"
+        f"<header><h3>{mark_html(None if column.lora == NONE else column.lora)}{escape(column.title(text))} "
+        f"<code title='{reason}'>{digest}</code></h3>{_vote(text, comparison, column)}</header>{_figures(text, reply)}"
+        f"<p class='quiet' data-note>{escape(note)}</p>"
+        f"<div class='words{'' if reply.is_final else ' growing'}' role='group' tabindex='0' "
+        f"aria-label='{escape(column.title(text))}'><div>{body}</div></div></article>"
+    )
+
+
+def _vote(text: Texts, comparison: Comparison, column: Column) -> str:
+    """The button is there from the start, so that nothing moves when it can be pressed."""
+    is_best = comparison.best == column.lora
+    is_locked = not comparison.is_final or column.reply.phase == "failed"
+    label = escape(text("compare.vote_label", name=column.title(text)))
+    return (
+        f"<button type='button' data-vote='{escape(column.lora)}' aria-pressed='{str(is_best).lower()}' "
+        f"aria-label='{label}'{' disabled' if is_locked else ''}>"
+        f"{escape(text('compare.voted' if is_best else 'compare.vote'))}</button>"
+    )
+
+
+def _figures(text: Texts, reply: Reply) -> str:
+    """What an answer waits for, or how it went: three figures, which keep their places from the start."""
+    speed = None if reply.tokens_per_s is None else text("receipt.speed", speed=f"{reply.tokens_per_s:.1f}")
+    cells = (
+        ("first", None if reply.first_token_s is None else text.duration(reply.first_token_s)),
+        ("speed", speed),
+        ("tokens", text("receipt.detail.tokens_value", tokens=reply.num_answer_tokens)),
+    )
+    shown = "".join(
+        f"<div><dt>{escape(text(f'receipt.detail.{key}'))}</dt><dd>{escape(value or '–')}</dd></div>"
+        for key, value in cells
+    )
+    status = text("phase.done") if reply.phase == "done" else status_in_words(text, reply)
+    kinds = {"failed": "bad", "stopped": "warn", "done": "good"}
+    return (
+        f"<p class='state'><span class='chip {kinds.get(reply.phase, 'plain')}'>{escape(status)}</span></p>"
+        f"<dl data-figures>{shown}</dl>"
     )
 
 
@@ -167,18 +199,6 @@ def _body(text: Texts, column: Column, base: Reply) -> tuple[str, str]:
         return escape(reply.text), text("compare.same")
     marked = marked_html(base.text, reply.text, shows_removed=False)
     return marked, text("compare.marked" if "<ins>" in marked else "compare.shorter")
-
-
-def progress_line(text: Texts, reply: Reply) -> str:
-    """What an answer waits for, or its figures."""
-    shown = [] if reply.phase == "done" else [status_in_words(text, reply)]
-    if reply.first_token_s is not None:
-        shown.append(text("compare.first", time=text.duration(reply.first_token_s)))
-    if reply.tokens_per_s is not None:
-        shown.append(text("receipt.speed", speed=f"{reply.tokens_per_s:.1f}"))
-    if reply.is_final and reply.num_answer_tokens:
-        shown.append(text("receipt.detail.tokens_value", tokens=reply.num_answer_tokens))
-    return " · ".join(shown)
 
 
 def _ending(text: Texts, comparison: Comparison) -> str:

@@ -74,6 +74,11 @@ class Page:
         """Whether the model hears."""
         return "audio" in self.modalities
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model sees."""
+        return "image" in self.service.engine.modalities
+
     def service_for(self, request: gr.Request) -> Service:
         """The service as it is for this visitor: with the adapters of the visitor's key alone."""
         return self.service.for_caller(self.service.policy.caller_of(request.headers.get("authorization")))

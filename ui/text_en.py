@@ -187,6 +187,7 @@ ENGLISH: Mapping[str, str] = {
     "transcribe.with": "With the adapter",
     "transcribe.without": "Without an adapter",
     "transcribe.progress": "{done} of {total} segments, {at} of {duration}",
+    "transcribe.segments": "{total} segments, {duration}",
     "transcribe.silent": "Nothing is said in this recording.",
     "transcribe.play": "Play from {start} to {end}",
     "transcribe.txt": "TXT",
@@ -197,8 +198,9 @@ ENGLISH: Mapping[str, str] = {
     "transcribe.marked": "Marked: what it hears otherwise than the base model.",
     # compare
     "compare.prompt": "Prompt",
-    "compare.placeholder": "One prompt for the base model and every adapter below",
+    "compare.placeholder": "One prompt for the base model and every adapter chosen. Shift+Enter compares.",
     "compare.audio": "Recording (optional)",
+    "compare.images": "Images (optional)",
     "compare.adapters": "Adapters, up to six",
     "compare.adapters_info": "The base model always answers too",
     "compare.run": "Compare",
@@ -207,7 +209,7 @@ ENGLISH: Mapping[str, str] = {
     "compare.empty_body": (
         "Write a prompt, choose adapters and press Compare. All answer at once, and differences to the base are marked."
     ),
-    "compare.no_prompt": "Write a prompt or add a recording first.",
+    "compare.no_prompt": "Write a prompt or add media first.",
     "compare.no_adapters": "Choose at least one adapter to compare with the base model.",
     "compare.busy": "A comparison is still running. Stop it first.",
     "compare.first": "first token {time}",

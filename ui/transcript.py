@@ -14,9 +14,9 @@ from urllib.parse import quote
 from api.subtitles import write_srt, write_vtt
 from api.transcript import TranscriptSegment
 from engine.routing import NONE
-from ui.comparison import download_link, progress_line
+from ui.comparison import download_link
 from ui.differences import compare_parts, stretches_html, word_errors
-from ui.receipt import Reply, mark_html, reason_in_words, short_digest
+from ui.receipt import Reply, mark_html, reason_in_words, short_digest, status_in_words
 from ui.text import Texts
 
 
@@ -76,10 +76,22 @@ def _column(text: Texts, transcription: Transcription, column: Transcript) -> st
     return (
         f"<article data-lora='{escape(column.lora)}' aria-label='{escape(title)}'>"
         f"<h3>{mark_html(name)}{escape(title)} <code>{digest}</code></h3>"
-        f"<p class='quiet' data-figures>{escape(progress_line(text, reply))}</p>{_progress(text, column)}"
+        f"<p class='quiet' data-figures>{escape(_progress_line(text, reply))}</p>{_progress(text, column)}"
         f"<p class='quiet'>{escape(reason)}</p><div class='words'>{words}</div>"
         f"<p class='quiet' data-note>{escape(note)}</p>{_downloads(text, transcription, column, title)}</article>"
     )
+
+
+def _progress_line(text: Texts, reply: Reply) -> str:
+    """What an answer waits for, or its figures."""
+    shown = [] if reply.phase == "done" else [status_in_words(text, reply)]
+    if reply.first_token_s is not None:
+        shown.append(text("compare.first", time=text.duration(reply.first_token_s)))
+    if reply.tokens_per_s is not None:
+        shown.append(text("receipt.speed", speed=f"{reply.tokens_per_s:.1f}"))
+    if reply.is_final and reply.num_answer_tokens:
+        shown.append(text("receipt.detail.tokens_value", tokens=reply.num_answer_tokens))
+    return " · ".join(shown)
 
 
 def _title(text: Texts, column: Transcript, name: str | None) -> str:
@@ -89,9 +101,12 @@ def _title(text: Texts, column: Transcript, name: str | None) -> str:
 
 
 def _progress(text: Texts, column: Transcript) -> str:
-    """A bar while a long recording is being heard."""
-    if column.reply.is_final or column.num_segments < 2:
+    """A bar while a long recording is being heard; its line stays afterwards, so that nothing moves up."""
+    if column.num_segments < 2:
         return ""
+    if column.is_whole:
+        words = text("transcribe.segments", total=column.num_segments, duration=clock(column.duration_s))
+        return f"<p class='quiet'>{escape(words)}</p>"
     done, total = len(column.segments), column.num_segments
     at = column.segments[-1].end if column.segments else 0.0
     words = text("transcribe.progress", done=done, total=total, at=clock(at), duration=clock(column.duration_s))

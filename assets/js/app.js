@@ -84,6 +84,26 @@
     audio.onended = stopPlaying;
   }
 
+  // Lists are drawn anew while a person goes through them with the keyboard: the button that had the focus gets it back.
+  let focused = null;
+  function noteFocus(event) {
+    const button = event.target.closest?.("button[data-act], button[data-vote], button[data-play-from], .words[tabindex]");
+    const name = (value) => CSS.escape(value ?? "");
+    const marks = button && [...button.attributes].filter(({ name: key }) => /^data-(act|name|value|vote|play-from)$/.test(key));
+    const place = button?.closest("[data-lora], [data-key]");
+    const own = place ? `[data-${place.dataset.lora ? "lora" : "key"}="${name(place.dataset.lora ?? place.dataset.key)}"] ` : "";
+    const root = button?.closest("[id]");
+    focused = root && {
+      button,
+      selector: `#${name(root.id)} ${own}${button.matches(".words") ? ".words" : "button"}${marks.map(({ name: key, value }) => `[${key}="${name(value)}"]`).join("")}`,
+    };
+  }
+  function keepFocus() {
+    if (!focused || focused.button.isConnected || document.activeElement !== document.body) return;
+    const again = document.querySelector(focused.selector);
+    if (again) again.focus({ preventScroll: true });
+  }
+
   // Examples of programs name the address that this page was reached by.
   function fillAddresses() {
     for (const place of document.querySelectorAll("[data-address]:empty")) {
@@ -136,12 +156,16 @@
     if (copy) copyCode(copy);
   }, true);
 
+  addEventListener("focusin", noteFocus, true);
+  addEventListener("pointerdown", () => { focused = null; }, true);
+
   const watch = () => {
     const log = document.querySelector('#chatbot [role="log"]');
     if (log) follow(log);
     nameControls();
     fillAddresses();
     for (const run of window.switchboard.onChange) run();
+    keepFocus();
   };
   whenReady(() => {
     keepTheme();

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import dataclasses
 import json
-from collections.abc import Sequence
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Locator, Page, expect
 
-from engine.config import EMBEDDED_ASSETS
+from api.settings import ServerSettings
+from engine import Engine, EngineConfig
+from engine.config import EMBEDDED_ASSETS, LoRAModule
 from engine.request import Message, SamplingParams
-from tests.ui.live import ChatPage, Live, overflow
+from tests.media_models import LLAVA
+from tests.oracles import make_adapter, make_model
+from tests.ui.live import ChatPage, Live, overflow, serving
 from ui.examples import PROMPTS
 
 CLIP = EMBEDDED_ASSETS / "audio" / "weather-report.wav"
 ANSWER_MS = 30_000
+SIX = tuple(f"style-{number}" for number in range(6))
 
 
 class ComparePage:
@@ -54,7 +64,7 @@ def tab(shared_tab: ChatPage) -> ComparePage:
 def test_one_prompt_is_answered_by_all_and_can_be_judged_and_taken_away(tab: ComparePage, live: Live) -> None:
     page = tab.page
     tab.ask("")
-    expect(page.get_by_test_id("toast-text").last).to_contain_text("Write a prompt or add a recording first.")
+    expect(page.get_by_test_id("toast-text").last).to_contain_text("Write a prompt or add media first.")
     tab.ask(PROMPTS["sql"])
     expect(tab.columns).to_have_count(4)
     expect(tab.ending).to_be_visible(timeout=ANSWER_MS)
@@ -64,7 +74,9 @@ def test_one_prompt_is_answered_by_all_and_can_be_judged_and_taken_away(tab: Com
     assert tab.column("sql").locator("ins").count() > 0
     assert tab.column("none").locator("ins").count() == 0
     for lora in ("none", "pirate", "speech", "sql"):
-        expect(tab.column(lora).locator("[data-figures]")).to_contain_text("first token")
+        expect(tab.column(lora).locator("[data-figures]")).to_contain_text(
+            re.compile(r"First token\s*[0-9].*tokens/s", re.S)
+        )
     page.get_by_role("button", name="Best answer: sql").click()
     expect(page.get_by_role("button", name="Best answer: sql")).to_have_attribute("aria-pressed", "true")
     expect(tab.ending).to_contain_text("sql 1")
@@ -109,3 +121,76 @@ def test_a_recording_is_compared_on_a_phone_without_overflow(tab: ComparePage) -
     expect(tab.ending).to_be_visible(timeout=ANSWER_MS)
     assert overflow(page) == 0
     page.set_viewport_size({"width": 1280, "height": 860})
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server whose model takes images, with six adapters."""
+    root = tmp_path_factory.mktemp("seeing")
+    model = make_model(LLAVA, root / "model")
+    targets = r".*language_model.*\.(q_proj|o_proj)"
+    paths = {
+        name: make_adapter(model, LLAVA, root / name, targets=targets, seed=seed, std=0.4)
+        for seed, name in enumerate(SIX, 30)
+    }
+    config = EngineConfig(
+        model=str(model), lora_modules=[LoRAModule(name, str(path)) for name, path in paths.items()], max_loras=6,
+        max_num_seqs=8, max_lora_rank=8, max_model_len=160, adapter_dir=str(root / "catalogue"), kv_cache_memory_mb=16,
+    )  # fmt: skip
+    engine = Engine(config)
+    with serving(engine, ServerSettings().resolve()) as running:
+        yield running
+    engine.close(drain_s=1.0)
+
+
+@contextmanager
+def watched_batches(live: Live) -> Iterator[list[int]]:
+    """How many adapters, the base model among them, the batch holds while it is looked at."""
+    counts, is_over = [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.002):
+            counts.append(len(live.service.stats().batch_by_adapter))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield counts
+    is_over.set()
+    thread.join()
+
+
+def test_images_and_a_prompt_are_answered_by_the_base_and_six_adapters_in_one_batch(
+    seeing: Live, open_page: Callable[..., Page], tmp_path: Path
+) -> None:
+    image = tmp_path / "red.png"
+    Image.new("RGB", (24, 24), (200, 30, 30)).save(image)
+    page = open_page()
+    page.goto(seeing.url)
+    page.get_by_role("tab", name="Compare").click()
+    tab = ComparePage(page)
+    page.locator("#compare-images input[type=file]").set_input_files(str(image))
+    expect(page.locator("#compare-images img").first).to_be_visible()
+    with watched_batches(seeing) as batches:
+        tab.ask("What is this?")
+        expect(tab.ending).to_be_visible(timeout=ANSWER_MS)
+    expect(tab.columns).to_have_count(7)
+    assert max(batches) == 7
+    record = json.loads(tab.download("Download JSON"))
+    assert (record["images"], [answer["error"] for answer in record["answers"]]) == (["red.png"], [None] * 7)
+    coded = "data:image/png;base64," + base64.b64encode(image.read_bytes()).decode()
+    question = {"type": "text", "text": "What is this?"}
+    with_image = [{"type": "image_url", "image_url": {"url": coded}}, question]
+    for content, is_same in ((with_image, True), ([question], False)):
+        body = {"model": SIX[5], "messages": [{"role": "user", "content": content}], "temperature": 0}
+        body["max_tokens"] = record["sampling"]["max_tokens"]
+        said = page.request.post(f"{seeing.url}v1/chat/completions", data=body).json()["choices"][0]["message"]
+        assert (record["answers"][6]["answer"] == said["content"]) is is_same
+    assert list(csv.DictReader(tab.download("Download CSV").splitlines()))[0]["media"] == "red.png"
+
+    page.locator("#compare-images").get_by_role("button", name="Clear").first.click()
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image at all")
+    page.locator("#compare-images input[type=file]").set_input_files(str(broken))
+    page.wait_for_timeout(500)
+    tab.ask("What is this?")
+    expect(tab.column(SIX[0]).locator(".trouble")).to_contain_text("image", timeout=ANSWER_MS)
