@@ -43,7 +43,6 @@ class AdaptersTab:
         self.versions = gr.HTML(
             "", elem_id="adapters-versions", padding=False, apply_default_css=False, js_on_load=TABLE_SCRIPT
         )
-        self.memory = gr.HTML("", elem_id="adapters-memory", padding=False, apply_default_css=False)
         with gr.Row(elem_id="adapter-row", equal_height=False):
             with gr.Column(scale=4, min_width=300):
                 self.drop = gr.File(
@@ -61,6 +60,7 @@ class AdaptersTab:
                     apply_default_css=False,
                     js_on_load=REPORT_SCRIPT,
                 )
+        self.memory = gr.HTML("", elem_id="adapters-memory", padding=False, apply_default_css=False)
         self.timer = gr.Timer(REFRESH_S, active=False)
         self._shown = [self.notice, self.figures, self.table, self.memory, self.drop]
         self._connect()
@@ -87,7 +87,7 @@ class AdaptersTab:
         checked = [self.parcels, self.report, self.drop]
         self.drop.upload(
             self.check, [self.drop, self.parcels], checked, show_progress="hidden", api_visibility="private",
-            concurrency_limit=4,
+            concurrency_limit=None,
         )  # fmt: skip
         installed = [self.report, *self._shown]
         report.install(self.install, self.parcels, installed, show_progress="hidden", api_visibility="private")

@@ -23,6 +23,7 @@ from ui.adapters import AdaptersTab
 from ui.chat import ChatTab
 from ui.compare import CompareTab
 from ui.page import DIRECT, Page, session_of
+from ui.sessions import forget_closed
 from ui.status import StatusTab
 from ui.text import Texts, texts
 from ui.theme import CONTENT_SECURITY_POLICY, LOGO, logo_svg, make_theme, page_head
@@ -80,6 +81,7 @@ def build_ui(page: Page) -> gr.Blocks:
 
         def leave(request: gr.Request) -> None:
             page.stop_all(session_of(request))
+            forget_closed(blocks.state_holder)
 
         blocks.unload(leave)
     # The engine queues, not Gradio: these only bound how many events may be open at once.

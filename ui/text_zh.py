@@ -313,6 +313,7 @@ CHINESE: Mapping[str, str] = {
     "report.base": "训练所用模型：{base}",
     "report.zero": "它处处没有作用：回答会与基础模型完全相同。",
     "report.probe.effect": "已试用：在 {count} 处中改变了 {share} 的最可能的下一个词（平均 KL {kl}）",
+    "report.probe.likelihoods": "已试用：它改变了下一个词的概率（平均 KL {kl}），但在 {count} 处都没有改变最可能的词",
     "report.probe.slight": "已试用：改变很小，{count} 个最可能的下一个词中的 {share}（平均 KL {kl}）",
     "report.probe.none": "已试用：没有作用。在全部 {count} 处都与基础模型回答相同。",
     "report.probe.broken": "已试用：它的数值已损坏（不是有限数），回答会失败。",

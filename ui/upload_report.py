@@ -171,6 +171,8 @@ def _probe_line(text: Texts, probe: ProbeReport) -> tuple[Verdict, str]:
         return "warning", text("report.probe.none", count=probe.num_tokens)
     share, kl = f"{probe.top1_changed:.0%}", f"{probe.mean_kl:.2g}"
     phrase = "report.probe.slight" if probe.verdict == "slight effect" else "report.probe.effect"
+    if probe.top1_changed == 0:
+        phrase = "report.probe.likelihoods"
     return "passed", text(phrase, share=share, kl=kl, count=probe.num_tokens)
 
 

@@ -51,6 +51,54 @@
     new ResizeObserver(toEnd).observe(log.firstElementChild || log);
   }
 
+  async function hintAtRecorder(recorder) {
+    // Gradio's recorder says nothing when the browser gives it no microphone.
+    const problem = words[await window.switchboard.microphoneProblem()] || "";
+    let place = recorder.querySelector(".recorder-hint");
+    if (!place && problem) {
+      place = recorder.appendChild(document.createElement("p"));
+      place.className = "recorder-hint";
+      place.setAttribute("role", "status");
+    }
+    if (place) place.textContent = problem;
+  }
+
+  // A folder dropped where adapters are added: its files are taken as if they had been dropped one by one. Of a training run's
+  // folder, only what an adapter may consist of is sent, not its optimizer.
+  const BELONGS = /(\.json|\.safetensors|\.md|\.txt|\.model|\.jinja)$|^adapter_model\./;
+  const entriesOf = (folder) => new Promise((resolve, reject) => {
+    const reader = folder.createReader();
+    const found = [];
+    const read = () => reader.readEntries((batch) => {
+      if (!batch.length) return resolve(found);
+      found.push(...batch);
+      read();
+    }, reject);
+    read();
+  });
+  const fileOf = (entry) => new Promise((resolve, reject) => { entry.file(resolve, reject); });
+  async function filesOf(entry) {
+    if (entry.isFile) return [await fileOf(entry)];
+    const inside = await entriesOf(entry);
+    const files = inside.filter((each) => each.isFile && BELONGS.test(each.name));
+    const isAdapter = files.some((each) => each.name === "adapter_config.json");
+    const deeper = isAdapter ? [] : inside.filter((each) => each.isDirectory);
+    return (await Promise.all([...files, ...deeper].map(filesOf))).flat();
+  }
+  async function dropFolder(event) {
+    const box = event.target.closest?.("#adapter-upload");
+    const entries = box ? [...event.dataTransfer?.items ?? []].map((item) => item.webkitGetAsEntry?.()).filter(Boolean) : [];
+    if (!entries.some((entry) => entry.isDirectory)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const files = new DataTransfer();
+    for (const file of (await Promise.all(entries.map(filesOf))).flat()) files.items.add(file);
+    const input = box.querySelector("input[type=file]");
+    if (!input || !files.files.length) return;
+    input.files = files.files;
+    input.dispatchEvent(new Event("change", { bubbles: true }));
+  }
+
   // Names for the few controls that Gradio leaves without one.
   function nameControls() {
     document.querySelector("#composer textarea:not([aria-label])")?.setAttribute("aria-label", words["chat.composer"]);
@@ -150,6 +198,8 @@
 
   addEventListener("click", (event) => {
     if (event.target.closest("[data-theme-toggle]")) toggleTheme();
+    const recorder = event.target.closest("#transcribe-audio, #compare-audio");
+    if (recorder && event.target.closest("button, .icon")) hintAtRecorder(recorder);
     const time = event.target.closest("[data-play-from]");
     if (time) playSegment(time);
     const copy = event.target.closest("button[data-copy]");
@@ -158,6 +208,7 @@
 
   addEventListener("focusin", noteFocus, true);
   addEventListener("pointerdown", () => { focused = null; }, true);
+  addEventListener("drop", dropFolder, true);
 
   const watch = () => {
     const log = document.querySelector('#chatbot [role="log"]');

@@ -92,6 +92,7 @@
     label.append(input);
     return label;
   };
+  window.switchboard.microphoneProblem = microphoneProblem;
   async function microphoneProblem() {
     try {
       const permission = await navigator.permissions.query({ name: "microphone" });

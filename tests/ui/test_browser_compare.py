@@ -185,7 +185,7 @@ def test_images_and_a_prompt_are_answered_by_the_base_and_six_adapters_in_one_ba
         body["max_tokens"] = record["sampling"]["max_tokens"]
         said = page.request.post(f"{seeing.url}v1/chat/completions", data=body).json()["choices"][0]["message"]
         assert (record["answers"][6]["answer"] == said["content"]) is is_same
-    assert list(csv.DictReader(tab.download("Download CSV").splitlines()))[0]["media"] == "red.png"
+    assert next(iter(csv.DictReader(tab.download("Download CSV").splitlines())))["media"] == "red.png"
 
     page.locator("#compare-images").get_by_role("button", name="Clear").first.click()
     broken = tmp_path / "broken.png"

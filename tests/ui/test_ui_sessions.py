@@ -1,0 +1,59 @@
+"""What stays of pages that were closed, and that no event makes visitors wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import gradio as gr
+import gradio.routes
+import pytest
+from gradio.state_holder import StateHolder
+
+from tests.ui.live import Live
+from tests.ui.visitors import NUM_AT_ONCE, NUM_MARKS, visit_all
+from ui.sessions import forget_closed
+
+
+def mounted(live: Live) -> Any:
+    """Gradio's part of the server."""
+    return next(route.app for route in live.app.routes if isinstance(getattr(route, "app", None), gradio.routes.App))
+
+
+@pytest.mark.asyncio
+async def test_closed_pages_are_forgotten_oldest_first_and_open_ones_never() -> None:
+    with gr.Blocks() as blocks:
+        gr.State([])
+    holder = StateHolder()
+    holder.set_blocks(blocks)
+    for session in ("open", "one", "two", "three"):
+        holder[session].is_closed = session != "open"
+    assert forget_closed(holder, max_closed=2) == 1
+    assert list(holder.session_data) == ["open", "two", "three"] == list(holder.time_last_used)
+    assert forget_closed(holder, max_closed=2) == 0
+
+
+@pytest.mark.asyncio
+async def test_what_is_kept_of_visitors_who_left_is_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, num_kept, num_visitors = mounted(live).state_holder, 2, 10
+    forgotten: list[int] = []
+    monkeypatch.setattr("ui.app.forget_closed", lambda held: forgotten.append(forget_closed(held, num_kept)))
+    marks = await visit_all(live.url, num_visitors)
+    assert [marks[0]["sessions"], marks[-1]["sessions"], len(marks)] == [0, num_visitors, NUM_MARKS + 1]
+    # The one who left last may be noticed only after the others were looked at.
+    for _ in range(200):
+        if len(forgotten) >= num_visitors:
+            break
+        await asyncio.sleep(0.05)
+    assert sum(forgotten) >= num_visitors - num_kept - NUM_AT_ONCE and sum(forgotten) > 0
+    assert sum(state.is_closed for state in holder.session_data.values()) <= num_kept + NUM_AT_ONCE
+
+
+def test_no_event_waits_for_anothers_stream(live: Live) -> None:
+    blocks = mounted(live).get_blocks()
+    events = list(blocks.fns.values())
+    streams = [event for event in events if event.types_generator]
+    assert len(events) > 40 and len(streams) >= 7
+    assert {event.concurrency_limit for event in streams} == {None}
+    assert {event.concurrency_limit for event in events if event.queue} <= {None, "default"}
+    assert blocks._queue.default_concurrency_limit >= 16 and blocks.max_threads >= 128
