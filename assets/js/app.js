@@ -53,7 +53,7 @@
 
   async function hintAtRecorder(recorder) {
     // Gradio's recorder says nothing when the browser gives it no microphone.
-    const problem = words[await window.switchboard.microphoneProblem()] || "";
+    const problem = words[isSecureContext && navigator.mediaDevices ? await window.switchboard.microphoneProblem() : "mic.insecure"] || "";
     let place = recorder.querySelector(".recorder-hint");
     if (!place && problem) {
       place = recorder.appendChild(document.createElement("p"));
@@ -104,6 +104,8 @@
     document.querySelector("#composer textarea:not([aria-label])")?.setAttribute("aria-label", words["chat.composer"]);
     // A place for files is named by the words it shows.
     for (const drop of document.querySelectorAll("button.upload-container[aria-label]")) drop.removeAttribute("aria-label");
+    // Gradio calls the examples a list but has no items in it.
+    document.querySelector('#chatbot .examples[role="list"]')?.setAttribute("role", "group");
     for (const arrow of document.querySelectorAll("#chatbot .thought-group .arrow:not([aria-hidden])")) {
       arrow.setAttribute("aria-hidden", "true");
       arrow.setAttribute("tabindex", "-1");
@@ -132,7 +134,8 @@
     audio.onended = stopPlaying;
   }
 
-  // Lists are drawn anew while a person goes through them with the keyboard: the button that had the focus gets it back.
+  // Lists are drawn anew while a person goes through them with the keyboard. Gradio uses the old elements again, so that the
+  // focus may find itself on another row's button: the same button gets it back.
   let focused = null;
   function noteFocus(event) {
     const button = event.target.closest?.("button[data-act], button[data-vote], button[data-play-from], .words[tabindex]");
@@ -140,14 +143,15 @@
     const marks = button && [...button.attributes].filter(({ name: key }) => /^data-(act|name|value|vote|play-from)$/.test(key));
     const place = button?.closest("[data-lora], [data-key]");
     const own = place ? `[data-${place.dataset.lora ? "lora" : "key"}="${name(place.dataset.lora ?? place.dataset.key)}"] ` : "";
-    const root = button?.closest("[id]");
+    const root = button?.closest("[id]:not([id^='html-'])"); // the others are Gradio's own, made at random
     focused = root && {
       button,
       selector: `#${name(root.id)} ${own}${button.matches(".words") ? ".words" : "button"}${marks.map(({ name: key, value }) => `[${key}="${name(value)}"]`).join("")}`,
     };
   }
   function keepFocus() {
-    if (!focused || focused.button.isConnected || document.activeElement !== document.body) return;
+    if (!focused || ![document.body, focused.button].includes(document.activeElement)) return;
+    if (focused.button.isConnected && focused.button.matches(focused.selector)) return;
     const again = document.querySelector(focused.selector);
     if (again) again.focus({ preventScroll: true });
   }

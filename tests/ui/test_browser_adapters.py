@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,6 +129,26 @@ def test_a_dropped_zip_is_checked_named_installed_used_and_deleted(tab: Adapters
     page.get_by_role("tab", name="Chat").click()
     expect(page.get_by_label("Adapter", exact=True)).to_have_value("Auto: decided by what the message holds")
     expect(chat.hint).to_contain_text(f"{name} was unloaded")
+
+
+def test_a_dropped_folder_is_one_adapter_without_what_a_training_run_left_in_it(
+    tab: AdaptersPage, tmp_path: Path
+) -> None:
+    run = tmp_path / "run" / "checkpoint-100"
+    shutil.copytree(SQL, run)
+    (run / "optimizer.pt").write_bytes(bytes(1000))
+    devtools = tab.page.context.new_cdp_session(tab.page)
+    tab.page.locator("#adapter-upload").scroll_into_view_if_needed()
+    box = tab.page.locator("#adapter-upload").bounding_box()
+    assert box is not None
+    dragged = {"items": [], "files": [str(run.parent)], "dragOperationsMask": 1}
+    for event in ("dragEnter", "dragOver", "drop"):
+        place = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+        devtools.send("Input.dispatchDragEvent", {"type": event, **place, "data": dragged})
+    expect(tab.cards).to_have_count(1)
+    expect(tab.cards.first).to_contain_text("Ready to install")
+    expect(tab.cards.first).to_contain_text("Found adapter_config.json, adapter_model.safetensors")
+    expect(tab.cards.first).not_to_contain_text("optimizer")
 
 
 def test_several_files_are_judged_one_by_one_and_bad_ones_say_why(tab: AdaptersPage) -> None:
