@@ -318,7 +318,7 @@ ENGLISH: Mapping[str, str] = {
     "report.base": "Trained on {base}",
     "report.zero": "Its effect is zero everywhere: it will answer exactly as the base model does.",
     "report.probe.effect": "Tried out: it changes the likeliest next word in {share} of {count} places (mean KL {kl})",
-    "report.probe.likelihoods": "Tried out: it changes how likely words are, but not which is likeliest ({count} places, KL {kl})",
+    "report.probe.likelihoods": "Tried out: it changes how likely words are, not which is likeliest ({count} places, KL {kl})",
     "report.probe.slight": "Tried out: it changes little, {share} of {count} likeliest next words (mean KL {kl})",
     "report.probe.none": "Tried out: no effect. It answered as the base model does in all of {count} places.",
     "report.probe.broken": "Tried out: its numbers are broken (not finite), so its answers will fail.",

@@ -38,8 +38,9 @@ async def test_what_is_kept_of_visitors_who_left_is_bounded(live: Live, monkeypa
     holder, num_kept, num_visitors = mounted(live).state_holder, 2, 10
     forgotten: list[int] = []
     monkeypatch.setattr("ui.app.forget_closed", lambda held: forgotten.append(forget_closed(held, num_kept)))
-    marks = await visit_all(live.url, num_visitors)
+    marks, seconds = await visit_all(live.url, num_visitors)
     assert [marks[0]["sessions"], marks[-1]["sessions"], len(marks)] == [0, num_visitors, NUM_MARKS + 1]
+    assert len(seconds) == num_visitors
     # The one who left last may be noticed only after the others were looked at.
     for _ in range(200):
         if len(forgotten) >= num_visitors:

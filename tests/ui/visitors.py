@@ -4,7 +4,7 @@
 
 Runs the embedded model in a process of its own. Each visitor does over HTTP what the page does in a browser: loads it, keeps
 its heartbeat open, sends a message, reads the stream to its end, draws what follows, and closes the tab. Prints the server's
-resident memory at marks and, last, one JSON object; exit code 1 where memory grew by more than the bound.
+resident memory at marks as one JSON object; exit code 1 where it grew by more than the bound, or an answer was not its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import argparse
 import asyncio
 import json
 import re
+import statistics
 import sys
 import tempfile
+import time
 import uuid
 from contextlib import AsyncExitStack
 from typing import Any
@@ -59,8 +61,11 @@ class Page:
         return f"{self._prefix}/{name}"
 
 
-async def visit(http: httpx.AsyncClient, page: Page) -> None:
-    """One visitor, from the first load to the closed tab. Raises `AssertionError` where the answer did not come whole."""
+async def visit(http: httpx.AsyncClient, page: Page) -> float:
+    """One visitor, from the first load to the closed tab; seconds from Send to the whole answer.
+
+    Raises `AssertionError` where the answer did not come whole, or with the words of another.
+    """
     session = uuid.uuid4().hex[:11]
     async with AsyncExitStack() as tab:
         (await http.get("")).raise_for_status()
@@ -69,10 +74,14 @@ async def visit(http: httpx.AsyncClient, page: Page) -> None:
         for call in page.loads:
             (await http.post(page.path("run/predict"), json=page.body(call, session))).raise_for_status()
         body = page.body(page.submit, session, f"Tell me about the sea, {session}")
+        sent_at = time.monotonic()
         (await http.post(page.path("queue/join"), json=body)).raise_for_status()
         whole = await _read_answer(http, page, session)
-        assert f"{session}" in whole and '"success":true' in whole.replace(" ", ""), whole[-500:]
+        seconds = time.monotonic() - sent_at
+        assert set(re.findall("about the sea, ([0-9a-f]{11})", whole)) == {session}, whole[-500:]
+        assert '"success":true' in whole.replace(" ", ""), whole[-500:]
         (await http.post(page.path("run/predict"), json=page.body(page.settle, session))).raise_for_status()
+    return seconds
 
 
 async def _read_answer(http: httpx.AsyncClient, page: Page, session: str) -> str:
@@ -92,22 +101,23 @@ async def resident_mib(http: httpx.AsyncClient) -> float:
     return float(found[1]) / 2**20
 
 
-async def visit_all(url: str, num_sessions: int) -> list[dict[str, float]]:
-    """All visitors, a few at a time; memory before the first and after each tenth of them."""
+async def visit_all(
+    url: str, num_sessions: int, num_at_once: int = NUM_AT_ONCE
+) -> tuple[list[dict[str, float]], list[float]]:
+    """All visitors, a few at a time: memory before the first and after each tenth of them; seconds of the answers."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
         page = Page((await http.get("config")).json())
-        marks = [{"sessions": 0, "rss_mib": await resident_mib(http)}]
-        num_done = 0
+        marks = [{"sessions": 0, "rss_mib": round(await resident_mib(http), 1)}]
+        seconds: list[float] = []
         for mark in range(1, NUM_MARKS + 1):
             until = num_sessions * mark // NUM_MARKS
-            while num_done < until:
-                wave = min(NUM_AT_ONCE, until - num_done)
-                await asyncio.gather(*(visit(http, page) for _ in range(wave)))
-                num_done += wave
-            marks.append({"sessions": num_done, "rss_mib": round(await resident_mib(http), 1)})
-            sys.stderr.write(f"sessions={num_done} rss_mib={marks[-1]['rss_mib']}\n")
-        return marks
+            while len(seconds) < until:
+                # Where more come at once than are left until the mark, it is passed.
+                wave = min(num_at_once, num_sessions - len(seconds))
+                seconds += await asyncio.gather(*(visit(http, page) for _ in range(wave)))
+            marks.append({"sessions": len(seconds), "rss_mib": round(await resident_mib(http), 1)})
+        return marks, seconds
 
 
 def growth_kib(marks: list[dict[str, float]]) -> float:
@@ -116,13 +126,14 @@ def growth_kib(marks: list[dict[str, float]]) -> float:
     return (end["rss_mib"] - middle["rss_mib"]) * 1024 / max(1.0, end["sessions"] - middle["sessions"])
 
 
-def run(num_sessions: int) -> dict[str, Any]:
+def run(num_sessions: int, num_at_once: int) -> dict[str, Any]:
     """Serve, visit, and say how memory went."""
     with tempfile.TemporaryDirectory() as place, running_server([*WORDS, "--adapter-dir", place]) as server:
-        marks = asyncio.run(visit_all(f"{server.url}/", num_sessions))
+        marks, seconds = asyncio.run(visit_all(f"{server.url}/", num_sessions, num_at_once))
     growth = growth_kib(marks)
+    answer_s = {"p50": round(statistics.median(seconds), 2), "max": round(max(seconds), 2)}
     return {
-        "sessions": num_sessions, "at_once": NUM_AT_ONCE, "marks": marks, "kib_a_session": round(growth, 1),
+        "sessions": num_sessions, "at_once": num_at_once, "answer_s": answer_s, "marks": marks, "kib_a_session": round(growth, 1),
         "bound_kib_a_session": MAX_KIB_A_SESSION, "is_flat": growth <= MAX_KIB_A_SESSION,
         "faults": [line.strip() for line in server.log if "Traceback" in line or "event=fault" in line],
     }  # fmt: skip
@@ -132,7 +143,9 @@ def main() -> None:
     """Run and print; exit code 1 where memory is not flat."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sessions", type=int, default=200)
-    result = run(parser.parse_args().sessions)
+    parser.add_argument("--at-once", type=int, default=NUM_AT_ONCE)
+    options = parser.parse_args()
+    result = run(options.sessions, options.at_once)
     sys.stdout.write(json.dumps(result) + "\n")
     sys.exit(0 if result["is_flat"] and not result["faults"] else 1)
 
