@@ -105,16 +105,18 @@ class AdapterPanel:
         values.update(changes)
         return changes
 
-    def rules(self, text: Texts) -> Update:
+    def rules(self, text: Texts, request: gr.Request) -> Update:
         """The card of a page that has just been opened."""
-        return {self.card: rule_html(text, AUTO, self._page.service.engine.default_mm_loras)}
+        return {self.card: rule_html(text, AUTO, self._page.service_for(request).default_mm_loras)}
 
     async def _filled(self, lora: str, values: Values, request: gr.Request) -> Update:
         text, info = self._page.words(request), await self._info(lora, request)
         card = card_of(info)
         changes = self._fill(values, card)
         if info is None:
-            shown = rule_html(text, lora, self._page.service.engine.default_mm_loras) if lora in (AUTO, NONE) else ""
+            shown = (
+                rule_html(text, lora, self._page.service_for(request).default_mm_loras) if lora in (AUTO, NONE) else ""
+            )
         else:
             fill: CardFill = values[self.fill]
             kept = [] if card is None else fill.kept_from(card)

@@ -99,7 +99,7 @@ class ChatTab:
             self.composer.box: gr.update(placeholder=self.composer.placeholder(text)),
             self.last_answer: last_answer_card(text, None),
             **self.panel.choices(text, adapters),
-            **self.panel.rules(text),
+            **self.panel.rules(text, request),
             **self.kept.drawn(text, kept, conversation),
         }
 

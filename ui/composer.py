@@ -70,7 +70,7 @@ class Composer:
         if lora != AUTO or not message["files"]:
             return
         modalities = {attached.modality for attached in attachments(message["files"])}
-        name = default_for(self._page.service.engine.default_mm_loras, modalities)
+        name = default_for(self._page.service_for(request).default_mm_loras, modalities)
         if name:
             await self._page.service_for(request).prefetch_adapter(name)
 
