@@ -65,7 +65,7 @@
 
   // A folder dropped where adapters are added: its files are taken as if they had been dropped one by one. Of a training run's
   // folder, only what an adapter may consist of is sent, not its optimizer.
-  const BELONGS = /(\.json|\.safetensors|\.md|\.txt|\.model|\.jinja)$|^adapter_model\./;
+  const BELONGS = /(\.json|\.safetensors|\.txt|\.model|\.jinja)$|^adapter_model\./;
   const entriesOf = (folder) => new Promise((resolve, reject) => {
     const reader = folder.createReader();
     const found = [];

@@ -147,7 +147,7 @@ def test_a_dropped_folder_is_one_adapter_without_what_a_training_run_left_in_it(
         devtools.send("Input.dispatchDragEvent", {"type": event, **place, "data": dragged})
     expect(tab.cards).to_have_count(1)
     expect(tab.cards.first).to_contain_text("Ready to install")
-    expect(tab.cards.first).to_contain_text("Found adapter_config.json, adapter_model.safetensors")
+    expect(tab.cards.first).to_contain_text("Found adapter_card.json, adapter_config.json, adapter_model")
     expect(tab.cards.first).not_to_contain_text("optimizer")
 
 
