@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine import encoders, published_phi4
+from engine import encoders, published_phi4, wordings
 from engine.audio import (
     ConformerFrontend,
     GraniteSpeechFrontend,
@@ -24,6 +24,7 @@ from engine.errors import UnsupportedModel
 from engine.frontend import Frontend
 from engine.request import Modality
 from engine.vision import CropImageFrontend, FixedImageFrontend, GridImageFrontend, PatchImageFrontend
+from engine.wordings import Wording
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,9 +78,8 @@ class Architecture:
             no mask, and PyTorch's kernel would then believe them.
         renames: pattern in the names of weights and adapters, as the model was published -> what transformers' class has.
         whole: classes of checkpoints of which this model is a part, and the part's name in their config.
-        transcription_request: what to ask beside a clip to get its transcript, from the model's card.
-        language_request: the same where `{language}` is known; empty where the card has no such wording.
-        context_request: `{request}` with the words to expect, `{prompt}`; empty where the card has no such wording.
+        transcription: how to ask for a transcript; the first wording that fits the checkpoint, the last fits all and is for
+            chats.
     """
 
     class_name: str
@@ -93,9 +93,7 @@ class Architecture:
     two_way_tower: str = ""
     renames: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[frozenset[str], str] = (frozenset(), "")
-    transcription_request: str = ""
-    language_request: str = ""
-    context_request: str = ""
+    transcription: tuple[Wording, ...] = ()
 
     @property
     def modalities(self) -> frozenset[Modality]:
@@ -164,21 +162,21 @@ ARCHITECTURES = {
             parts=(("model.encoder.", "tower"), ("model.projector.", "connector")),
             media={"audio": MediaSupport(encoders.granite_speech_audio, _granite_speech)},
             hides_placeholders=True,
-            transcription_request="can you transcribe the speech into a written format?",
+            transcription=wordings.GRANITE_SPEECH,
         ),
         Architecture(
             "Qwen2AudioForConditionalGeneration",
             decoder=_WRAPPED,
             parts=(("model.audio_tower.", "tower"), *_CONNECTED),
             media={"audio": MediaSupport(encoders.qwen2_audio, _qwen2_audio)},
-            transcription_request="Transcribe the speech word for word.",
+            transcription=wordings.QWEN2_AUDIO,
         ),
         Architecture(
             "VoxtralForConditionalGeneration",
             decoder=_WRAPPED,
             parts=(("model.audio_tower.", "tower"), *_CONNECTED),
             media={"audio": MediaSupport(encoders.windowed_audio, _voxtral)},
-            transcription_request="Transcribe the speech word for word.",
+            transcription=wordings.VOXTRAL,
         ),
         Architecture(
             "Gemma3ForConditionalGeneration",
@@ -209,7 +207,7 @@ ARCHITECTURES = {
             },
             has_grid_positions=True,
             whole=(frozenset({"Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"}), "thinker_config"),
-            transcription_request="Transcribe the audio into text.",
+            transcription=wordings.QWEN2_5_OMNI,
         ),
         Architecture(
             "Phi4MultimodalForCausalLM",
@@ -225,7 +223,7 @@ ARCHITECTURES = {
             has_long_rope=True,
             two_way_tower="model.embed_tokens_extend.image_embed.img_processor.",
             renames=published_phi4.RENAMES,
-            transcription_request="Transcribe the audio clip into text.",
+            transcription=wordings.PHI_4_MULTIMODAL,
         ),
     )
 }

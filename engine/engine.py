@@ -38,7 +38,7 @@ from engine.lora_side import LoraSide
 from engine.model import load_model
 from engine.probe import PROBE_TIMEOUT_S, Prober, probe_prompts
 from engine.recording import RATE, RecordingReader
-from engine.request import AudioPart, ChatPrompt, Message, Prompt, SamplingParams, TextPart
+from engine.request import AudioPart, ChatPrompt, Prompt, SamplingParams, TextPrompt
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
@@ -56,7 +56,7 @@ from engine.setup import (
 from engine.starter import Starter
 from engine.stats import EngineStats, take_stats
 from engine.tokenizer import load_processor, load_tokenizer
-from engine.transcription import transcription_request
+from engine.transcription import TranscriptPrompts
 from engine.warmup import warm_up
 from kernels import HAS_TRITON, MAX_HEAD_DIM
 
@@ -79,6 +79,7 @@ class Engine:
         adapters: the adapter manager.
         sources: where adapters come from.
         recordings: reads recordings of any length for transcripts.
+        transcripts: builds the prompts that ask for them.
         tokenizer: the model's tokenizer.
         modalities: media that the model takes.
         max_model_len: prompt and answer, in tokens.
@@ -109,6 +110,13 @@ class Engine:
         chat_template = self.tokenizer.chat_template or getattr(processor, "chat_template", None)
         self._texts = AdapterTexts(
             base_text(self.base, self.tokenizer, chat_template, frontends), chat_template, frontends
+        )
+        self.transcripts = TranscriptPrompts(
+            self.base.architecture.transcription,
+            self.model_names[0],
+            self.tokenizer.get_vocab(),
+            audio=next((frontend.inline for frontend in frontends if frontend.modality == "audio"), ""),
+            bos=self.tokenizer.bos_token or "",
         )
 
         tools = self._texts.base.builder.tools
@@ -341,14 +349,13 @@ class Engine:
 
     def transcription_prompt(
         self, audio: AudioPart, *, language: str | None = None, prompt: str | None = None
-    ) -> ChatPrompt:
-        """The messages that ask this model for a transcript.
+    ) -> ChatPrompt | TextPrompt:
+        """What asks this model for a transcript of a clip.
 
         Raises:
             InvalidRequest: the model takes no audio, or no language or prompt.
         """
-        question = transcription_request(self.base.architecture, self.model_names[0], language=language, prompt=prompt)
-        return ChatPrompt([Message("user", [audio, TextPart(question)])], is_transcript=True)
+        return self.transcripts.build(audio, language=language, prompt=prompt)
 
     def _fits_transcript(self, seconds: float) -> bool:
         """Whether the tower hears a clip of so many seconds, and the context holds it with as much room for its transcript."""

@@ -61,7 +61,7 @@ def probe_prompts(architecture: Architecture, *, has_template: bool) -> list[Pro
     prompts: list[Prompt] = [ChatPrompt([Message("user", text)]) for text in TEXTS]
     clip = next(iter(sorted((EMBEDDED_ASSETS / "audio").glob("*.wav"))), None)
     if clip is not None and "audio" in architecture.modalities:
-        parts: list[Part] = [AudioPart(clip), TextPart(architecture.transcription_request)]
+        parts: list[Part] = [AudioPart(clip), TextPart(architecture.transcription[-1].request)]
         prompts.append(ChatPrompt([Message("user", parts)]))
     if "image" in architecture.modalities:
         prompts.append(ChatPrompt([Message("user", [ImagePart(_picture()), TextPart("What is shown in this image?")])]))

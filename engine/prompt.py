@@ -138,7 +138,8 @@ class PromptBuilder:
         if isinstance(prompt, TokenPrompt):
             built = BuiltPrompt(self._check_ids(prompt.token_ids), (), None)
         elif isinstance(prompt, TextPrompt):
-            token_ids = self._tokenizer(self._with_expansions(prompt.text))["input_ids"]
+            text = self._with_expansions(prompt.text)
+            token_ids = self._tokenizer(text, add_special_tokens=not prompt.is_transcript)["input_ids"]
             built = self._expand(token_ids, media, prompt.text)
         else:
             text, guarded = self._render(prompt)

@@ -85,11 +85,15 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A raw prompt. Each placeholder in the text (such as `<|audio|>`) takes the next item of `audio` or `images`."""
+    """A raw prompt. Each placeholder in the text (such as `<|audio|>`) takes the next item of `audio` or `images`.
+
+    `is_transcript` is as in `ChatPrompt`; such a text is complete: no token is put before it.
+    """
 
     text: str
     audio: Sequence[AudioPart] = ()
     images: Sequence[ImagePart] = ()
+    is_transcript: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from engine.errors import AppError, EngineClosed
 from engine.finder import AdapterFinder
 from engine.intake import HeldRoute, Intake, RoutedPrompt, explain_missing
 from engine.loop import EngineLoop
-from engine.request import ChatPrompt, Delta, Prompt, SamplingParams
+from engine.request import Delta, Prompt, SamplingParams
 from engine.routing import Route
 from engine.state import EngineRequest
 
@@ -145,7 +145,7 @@ class Starter:
                 answer = Answer(request.request_id, request.receipt, request.prompt_token_ids, index)
                 answer.tokenizer = self._tokenizer if request.text is None else request.text.tokenizer
                 answer.call_parser = request.call_parser
-                if isinstance(prompt, ChatPrompt) and prompt.is_transcript and _is_silent(request):
+                if getattr(prompt, "is_transcript", False) and _is_silent(request):
                     _answer_nothing(request, answer)
                 else:
                     self._loop.submit(request, answer)

@@ -23,6 +23,8 @@ from api.transcript import Joint, TranscriptDelta, TranscriptEvent, TranscriptSe
 from engine import Engine
 from engine.errors import InvalidRequest, MediaError, Overloaded
 from engine.request import AudioPart, SamplingParams
+from engine.transcription import TranscriptPrompts
+from engine.wordings import Wording
 from tests.engine.test_media import FILES
 from tests.oracles import tone
 
@@ -396,13 +398,8 @@ def test_language_and_prompt_reach_models_that_take_them(
     fields: dict[str, str],
     expected: str,
 ) -> None:
-    architecture = replace(
-        tiny_engine.base.architecture,
-        transcription_request="Write it.",
-        language_request="Write the {language}.",
-        context_request="{request} Words: {prompt}",
-    )
-    monkeypatch.setattr(tiny_engine.base, "architecture", architecture)
+    wording = Wording("Write it.", language="Write the {language}.", context="{request} Words: {prompt}")
+    monkeypatch.setattr(tiny_engine, "transcripts", TranscriptPrompts([wording], base_model, ()))
     asked = []
     start = tiny_engine.start
 
