@@ -7,13 +7,13 @@ one adapter. Knows nothing of HTTP and of formats. Called by `api/service`.
 from __future__ import annotations
 
 import asyncio
-import unicodedata
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.errors import AppError, Overloaded
+from engine.recording import Joint
 from engine.request import Delta, Receipt
 
 if TYPE_CHECKING:
@@ -175,24 +175,3 @@ async def _segment_events(
         quiet_share=span.quiet_share,
         num_prompt_tokens=piece.num_prompt_tokens,
     )
-
-
-class Joint:
-    """What stands between segments: a space, unless there is one, or the script writes none."""
-
-    def __init__(self) -> None:
-        self._index = 0
-        self._last = ""
-
-    def before(self, index: int, text: str) -> str:
-        """What to put before the next text, which belongs to segment `index`."""
-        is_new, last = index != self._index, self._last
-        self._index, self._last = index, text[-1]
-        if not is_new or not last or last.isspace() or text[0].isspace() or (_is_wide(last) and _is_wide(text[0])):
-            return ""
-        return " "
-
-
-def _is_wide(character: str) -> bool:
-    """Chinese and Japanese write no spaces (East Asian Width, Unicode Standard Annex 11)."""
-    return unicodedata.east_asian_width(character) in ("W", "F")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.engine import Engine
     from engine.llm import LLM
-    from engine.request import LoRARequest, RequestOutput, SamplingParams
+    from engine.request import LoRARequest, RequestOutput, SamplingParams, TranscriptOutput
 
 __all__ = [
     "LLM",
@@ -24,6 +24,7 @@ __all__ = [
     "LoRAResolverRegistry",
     "RequestOutput",
     "SamplingParams",
+    "TranscriptOutput",
 ]
 
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "LoRAResolverRegistry": "adapters.resolvers",
     "RequestOutput": "engine.request",
     "SamplingParams": "engine.request",
+    "TranscriptOutput": "engine.request",
 }
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.answer import Answer
 from engine.config import EMBEDDED_MODEL, EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
+from engine.recording import Joint
 from engine.request import (
     AudioPart,
     ChatPrompt,
@@ -31,6 +33,8 @@ from engine.request import (
     TextPrompt,
     TokenLogprob,
     TokenPrompt,
+    TranscribedSegment,
+    TranscriptOutput,
 )
 
 PromptInput = str | Mapping[str, Any]
@@ -94,6 +98,46 @@ class LLM:
         conversations: Sequence[Any] = [messages] if is_single else messages
         return self._run([_to_chat(conversation) for conversation in conversations], sampling_params, lora_request)
 
+    def transcribe(
+        self,
+        audio: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        language: str | None = None,
+        prompt: str | None = None,
+    ) -> TranscriptOutput:
+        """Write down what is said in a recording of any length, cut at silence into pieces that run together.
+
+        Args:
+            audio: a path, a file's bytes, or (samples, rate).
+            sampling_params: for each piece; greedy, to a bound that follows a piece's length, where it is left out.
+            lora_request: as in `generate`.
+            language: what is spoken, for models that take it.
+            prompt: words to expect, for models that take them.
+
+        Raises:
+            AppError: the recording cannot be read, or the model takes no audio, language or prompt.
+        """
+        if lora_request is not None:
+            self._ensure_loaded(lora_request)
+        part, engine = AudioPart(audio), self.engine
+        engine.transcription_prompt(part, language=language, prompt=prompt)
+        recording = engine.recordings.read(part)
+        prompts = (
+            engine.transcription_prompt(recording.part(piece), language=language, prompt=prompt)
+            for piece in recording.pieces
+        )
+        sampling = sampling_params or SamplingParams(temperature=0.0, max_tokens=None)
+        num_at_once = max(1, engine.config.max_num_seqs)
+        segments, text, used, joint = list[TranscribedSegment](), "", None, Joint()
+        outputs = self._outputs(((each, sampling, lora_request) for each in prompts), num_at_once)
+        for index, (piece, output) in enumerate(zip(recording.pieces, outputs, strict=True)):
+            said, used = output.outputs[0].text, output.lora_request
+            text += joint.before(index, said) + said if said else ""
+            segments.append(TranscribedSegment(*recording.times(piece), said))
+        return TranscriptOutput(text, recording.seconds, tuple(segments), used)
+
     def close(self) -> None:
         """Stop the engine."""
         self.engine.close()
@@ -108,15 +152,29 @@ class LLM:
         loras = _one_each(lora_request, len(prompts), "lora_request")
         for lora in dict.fromkeys(lora for lora in loras if lora is not None):
             self._ensure_loaded(lora)
-        started: list[tuple[Prompt, Answer, LoRARequest | None]] = []
+        return list(self._outputs(zip(prompts, sampling, loras, strict=True), len(prompts)))
+
+    def _outputs(
+        self, items: Iterable[tuple[Prompt, SamplingParams, LoRARequest | None]], num_at_once: int
+    ) -> Iterator[RequestOutput]:
+        """Outputs in order, with so many prompts under way."""
+        started: deque[tuple[Prompt, Answer, LoRARequest | None]] = deque()
         try:
-            for prompt, params, lora in zip(prompts, sampling, loras, strict=True):
+            for prompt, params, lora in items:
                 name = None if lora is None else lora.lora_name
                 started.append((prompt, self.engine.start_sync(prompt, params, lora=name)[0], lora))
-            return [self._collect(*item) for item in started]
+                if len(started) == num_at_once:
+                    yield self._collect_first(started)
+            while started:
+                yield self._collect_first(started)
         finally:
             for _, answer, _ in started:
                 answer.abort()
+
+    def _collect_first(self, started: deque[tuple[Prompt, Answer, LoRARequest | None]]) -> RequestOutput:
+        output = self._collect(*started[0])
+        started.popleft()
+        return output
 
     def _ensure_loaded(self, lora: LoRARequest) -> None:
         """One without a path is left to the sources of `lora_resolver`."""

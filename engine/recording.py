@@ -6,6 +6,7 @@ a thread, and by benchmarks.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,3 +104,24 @@ class RecordingReader:
         heard = sum((piece.sound_end - piece.sound_start) * (1 - piece.quiet_share) for piece in pieces)
         first, last = pieces[0].sound_start, pieces[-1].sound_end
         return [Piece(0, samples.size, first, last, 1 - heard / (last - first))]
+
+
+class Joint:
+    """What stands between the texts of pieces: a space, unless there is one, or the script writes none."""
+
+    def __init__(self) -> None:
+        self._index = 0
+        self._last = ""
+
+    def before(self, index: int, text: str) -> str:
+        """What to put before the next text, which belongs to piece `index`."""
+        is_new, last = index != self._index, self._last
+        self._index, self._last = index, text[-1]
+        if not is_new or not last or last.isspace() or text[0].isspace() or (_is_wide(last) and _is_wide(text[0])):
+            return ""
+        return " "
+
+
+def _is_wide(character: str) -> bool:
+    """Chinese and Japanese write no spaces (East Asian Width, Unicode Standard Annex 11)."""
+    return unicodedata.east_asian_width(character) in ("W", "F")

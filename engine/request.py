@@ -271,3 +271,29 @@ class RequestOutput:
     finished: bool
     lora_request: LoRARequest | None
     receipt: Receipt
+
+
+@dataclass(frozen=True)
+class TranscribedSegment:
+    """A piece of a recording: when its sound begins and ends, in seconds, and what is said in it."""
+
+    start: float
+    end: float
+    text: str
+
+
+@dataclass(frozen=True)
+class TranscriptOutput:
+    """A recording's transcript, as `LLM.transcribe` returns it.
+
+    Attributes:
+        text: all that is said.
+        duration: of the recording, in seconds.
+        segments: its pieces, in order; none where all is silent.
+        lora_request: the adapter that answered, None for the base model or where all is silent.
+    """
+
+    text: str
+    duration: float
+    segments: tuple[TranscribedSegment, ...]
+    lora_request: LoRARequest | None

@@ -19,9 +19,10 @@ import soundfile
 
 from api.service import Service
 from api.settings import ServerSettings
-from api.transcript import Joint, TranscriptDelta, TranscriptEvent, TranscriptSegment, TranscriptStart
+from api.transcript import TranscriptDelta, TranscriptEvent, TranscriptSegment, TranscriptStart
 from engine import Engine
 from engine.errors import InvalidRequest, MediaError, Overloaded
+from engine.recording import Joint
 from engine.request import AudioPart, SamplingParams
 from engine.transcription import TranscriptPrompts
 from engine.wordings import Wording

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine import LLM, Engine, EngineConfig, LoRARequest, SamplingParams
 from engine.answer import Answer
 from engine.config import LoRAModule
 from engine.errors import AppError, ContextTooLong, EngineFault, InvalidRequest, ModelNotFound, UnsupportedModel
+from engine.recording import Joint
 from engine.request import AudioPart, ChatPrompt, Delta, Message, TextPart, TextPrompt, TokenPrompt
 from tests.oracles import make_adapter, make_model, random_ids, tone
 
@@ -443,6 +445,39 @@ def test_the_offline_api_mixes_adapters_and_routes_audio_by_itself(
             llm.generate(two_clips, sampling)
     finally:
         llm.close()
+
+
+def test_the_offline_api_transcribes_recordings_longer_than_the_window(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM.__new__(LLM)
+    llm.engine = tiny_engine
+    monkeypatch.setitem(tiny_engine.recordings.__dict__, "window_seconds", 2.0)
+    monkeypatch.setattr(tiny_engine, "config", replace(tiny_engine.config, max_num_seqs=2))
+    pause = np.zeros(12_800, np.float32)
+    tones = [tone(seconds, pitch=pitch) for seconds, pitch in ((0.7, 220), (1.1, 330), (0.5, 440))]
+    recording = np.concatenate([part for sound in tones for part in (pause, sound)])
+    sampling = SamplingParams(temperature=0, max_tokens=9)
+    output = llm.transcribe((recording, 16_000), sampling)
+    read = tiny_engine.recordings.read(AudioPart((recording, 16_000)))
+    alone = []
+    for piece in read.pieces:
+        [answer] = tiny_engine.start_sync(tiny_engine.transcription_prompt(read.part(piece)), sampling)
+        alone.append("".join(delta.text for delta in answer))
+    assert len(alone) == 3 and len(set(alone)) > 1
+    assert [segment.text for segment in output.segments] == alone
+    joint = Joint()
+    assert output.text == "".join(joint.before(index, text) + text for index, text in enumerate(alone))
+    starts = np.cumsum([0.8, 0.7 + 0.8, 1.1 + 0.8])
+    assert np.abs(starts - [segment.start for segment in output.segments]).max() < 0.03
+    assert output.duration == recording.size / 16_000
+    assert output.lora_request is not None and output.lora_request.lora_name == "speech"
+    assert llm.transcribe((recording, 16_000), sampling, lora_request=LoRARequest("none")).lora_request is None
+    nothing = llm.transcribe((np.zeros(80_000, np.float32), 16_000))
+    assert (nothing.text, nothing.segments, nothing.duration) == ("", (), 5.0)
+    with pytest.raises(InvalidRequest, match="does not use language"):
+        llm.transcribe((recording, 16_000), language="en")
+    tiny_engine.check_integrity()
 
 
 def test_unknown_settings_of_the_offline_api_are_refused() -> None:
