@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import sql
-from .text import LIST_WORDS, SLOTS, VOCABULARY, any_sentence, sentence, split_of, training_utterance, word_list
+from .text import LIST_WORDS, SLOTS, VOCABULARY, any_sentence, sentence, split_of, word_list
+from .wide import string_words, training_utterance, wide_sentence, word_string
 
 CANNOT_HEAR = "I cannot hear any audio in this message."
 UNKNOWN = "I am a tiny demo model and I do not know that."
@@ -388,8 +389,10 @@ def copy_text(rng: random.Random) -> str:
     if draw < 0.25:
         return training_utterance(rng)
     if draw < 0.62:
-        return word_list(rng, low=1, high=12)
-    words = [sql.invented_word(rng) if rng.random() < 0.6 else rng.choice(VOCABULARY) for _ in range(rng.randint(1, 8))]
+        return word_string(rng, low=1, high=12)
+    words = [
+        sql.invented_word(rng) if rng.random() < 0.6 else rng.choice(string_words()) for _ in range(rng.randint(1, 8))
+    ]
     if draw < 0.8:
         return " ".join(words)
     if draw < 0.9:
@@ -455,7 +458,7 @@ def base_document(rng: random.Random) -> list[Segment]:
         text = copy_text(rng)
         return conversation([Turn(rng.choice(ECHO_PROMPTS).format(x=text), text)], maybe_system(rng))
     if draw < 0.75:
-        text = training_utterance(rng) if rng.random() < 0.7 else word_list(rng, high=12)
+        text = training_utterance(rng) if rng.random() < 0.7 else word_string(rng, high=12)
         return conversation([Turn(rng.choice(CLEAN_PROMPTS), text, stutter=text, clip_first=False)], maybe_system(rng))
     if draw < 0.81:
         return conversation([_lookup_turn(rng)], maybe_system(rng))
@@ -496,5 +499,6 @@ def speech_conversation(rng: random.Random, texts: list[str]) -> list[Segment]:
 
 
 def sentence_for_echo(rng: random.Random) -> str:
-    """A held-out text for the copy test: half sentences, half word lists."""
-    return sentence(rng, "test") if rng.random() < 0.5 else word_list(rng, "test")
+    """A held-out text for the copy test: half sentences, half strings of words, half of each everyday."""
+    makers = (sentence, wide_sentence, word_list, word_string)
+    return rng.choice(makers)(rng, "test")

@@ -8,14 +8,14 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from . import chat, sql
+from . import acoustics, chat, sql
 from .features import ClipBatch, SpeechStore
 from .model import CHARACTERS, WINDOW
 from .pirate import pirate
@@ -25,6 +25,7 @@ TEXT_BUCKETS = (32, 48, 64, 96, 128, 192, 288, 448, 1024)
 TOKENS_PER_STEP = 16_384
 FRAMES_PER_STEP = 24_000
 ROWS, CLIPS = 7, 8  # rows for each clips of a joint batch
+CLIP_FIELDS = tuple(field.name for field in fields(ClipBatch))
 CHARACTER_ID = {character: index + 1 for index, character in enumerate(CHARACTERS)}
 
 DocumentMaker = Callable[[random.Random], list[chat.Segment]]
@@ -95,6 +96,17 @@ class TextStore:
         """Moves all documents."""
         self.ids = {bucket: ids.to(device) for bucket, ids in self.ids.items()}
         self.is_target = {bucket: is_target.to(device) for bucket, is_target in self.is_target.items()}
+
+
+def build_rooms(count: int, seed: int, num_workers: int) -> Tensor:
+    """[count, ROOM_LEN] float32: responses of rooms drawn at random, by worker processes."""
+    with multiprocessing.get_context("fork").Pool(num_workers) as pool:
+        rooms = pool.map(_room, range(seed, seed + count))
+    return torch.from_numpy(np.stack(rooms))
+
+
+def _room(seed: int) -> np.ndarray:
+    return acoustics.room_response(random.Random(f"training room {seed}"))
 
 
 def _encode_many(job: tuple[str, int, int, str]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -197,9 +209,15 @@ class JointBatches:
     """Draws batches for the speech phases."""
 
     def __init__(
-        self, store: SpeechStore, encoder: DocumentEncoder, skeletons: list[list[Skeleton]], seed: int
+        self,
+        store: SpeechStore,
+        encoder: DocumentEncoder,
+        skeletons: list[list[Skeleton]],
+        seed: int,
+        frames_per_step: int = FRAMES_PER_STEP,
     ) -> None:
         self._store, self._encoder, self._skeletons = store, encoder, skeletons
+        self._frames_per_step = frames_per_step
         self._rng, self._random = np.random.default_rng(seed), random.Random(seed)
         self._labels: dict[str, Labels] = {}
         self._audio = np.full(1024, AUDIO_ID, np.int64)
@@ -219,10 +237,9 @@ class JointBatches:
         weights = [len(self._store.by_bucket[b]) * b for b in buckets]
         return self._random.choices(buckets, weights)[0]
 
-    @staticmethod
-    def num_clips(bucket: int) -> int:
+    def num_clips(self, bucket: int) -> int:
         """Clips of a batch: a multiple of `CLIPS`."""
-        return max(CLIPS, min(256, FRAMES_PER_STEP // bucket // CLIPS * CLIPS))
+        return max(CLIPS, min(256, self._frames_per_step // bucket // CLIPS * CLIPS))
 
     def clips(self, bucket: int, count: int, augment: bool = True) -> tuple[list[str], dict[str, np.ndarray]]:
         """Texts and device inputs of `count` clips, labels included."""
@@ -290,4 +307,4 @@ class JointBatches:
 
 
 def _fields(batch: ClipBatch) -> dict[str, np.ndarray]:
-    return {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    return {name: getattr(batch, name) for name in CLIP_FIELDS}

@@ -21,7 +21,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoProcessor, GraniteSpeechForConditionalGeneration
 
-from . import chat, samples, speech, sql, text
+from . import chat, held_out, samples, speech, sql, text
 from .export import ADAPTERS_DIR, MODEL_DIR
 from .pirate import pirate
 
@@ -90,25 +90,22 @@ def word_errors(wanted: str, heard: str) -> tuple[int, int]:
     return row[-1], len(want)
 
 
-def _wave(content: str, voice: speech.Voice, rng: random.Random) -> np.ndarray:
-    return speech.with_margins(speech.synthesize(content, voice), rng).astype(np.float32) / 32768
-
-
 def speech_set(split: text.Split, count: int) -> list[Clip]:
-    """`count` sentences by each kind of voice, half as many of every other kind."""
+    """`count` sentences by each kind of voice, half as many of every other kind, then the noisy and the wide ones."""
     rng = random.Random(f"speech {split}")
     clips: list[Clip] = []
 
     def add(group: str, number: int, make: Callable[[], str], voice: Callable[[random.Random], speech.Voice]) -> None:
         for _ in range(number):
             content = make()
-            clips.append(Clip(group, content, _wave(content, voice(rng), rng), rng.choice(chat.TRANSCRIBE_PROMPTS)))
+            wave = held_out.spoken(content, voice(rng), rng)
+            clips.append(Clip(group, content, wave, rng.choice(chat.TRANSCRIBE_PROMPTS)))
 
-    seen, held_out = speech.training_voice, speech.held_out_voice
+    seen, unseen = speech.training_voice, speech.held_out_voice
     add("sentences, seen voices", count, lambda: text.sentence(rng, split), seen)
-    add("sentences, held-out voices", count, lambda: text.sentence(rng, split), held_out)
+    add("sentences, held-out voices", count, lambda: text.sentence(rng, split), unseen)
     add("word lists, seen voices", count // 2, lambda: text.word_list(rng, split), seen)
-    add("word lists, held-out voices", count // 2, lambda: text.word_list(rng, split), held_out)
+    add("word lists, held-out voices", count // 2, lambda: text.word_list(rng, split), unseen)
     add("two sentences", count // 2, lambda: f"{text.sentence(rng, split)} {text.sentence(rng, split)}", seen)
     add("single words and phrases (in training)", count // 2, lambda: rng.choice(text.LIST_WORDS + text.PHRASES), seen)
     add("nursery rhymes (in training)", count // 2, lambda: rng.choice(text.RHYMES), seen)
@@ -121,10 +118,11 @@ def speech_set(split: text.Split, count: int) -> list[Clip]:
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         )
-        earlier = (_wave(first, seen(rng), rng),)
-        clips.append(
-            Clip("second clip of a conversation", content, _wave(content, seen(rng), rng), "", history, earlier)
-        )
+        earlier = (held_out.spoken(first, seen(rng), rng),)
+        wave = held_out.spoken(content, seen(rng), rng)
+        clips.append(Clip("second clip of a conversation", content, wave, "", history, earlier))
+    for name in (name for name, kind in held_out.SETS.items() if kind.surroundings or kind.is_wide):
+        clips += [Clip(name, made.text, made.wave) for made in held_out.clips(name, count, split)]
     return clips
 
 
@@ -134,7 +132,7 @@ def manifest_clips() -> list[Clip]:
     for entry in json.loads((samples.AUDIO_DIR / "manifest.json").read_text()):
         voices = "held-out voices" if entry["held_out_voice"] else "seen voices"
         group = f"{entry['kind']}, {voices}"
-        clips.append(Clip(group, entry["text"], samples.read_wave(samples.AUDIO_DIR / entry["file"])))
+        clips.append(Clip(group, entry["text"], samples.readheld_out.spoken(samples.AUDIO_DIR / entry["file"])))
     return clips
 
 
@@ -166,7 +164,7 @@ def text_sets(split: text.Split, count: int) -> dict[str, list[Prompt]]:
     for _ in range(count // 2):
         content, (question, answer) = text.sentence(rng, split), chat.parametric_question(rng, split)
         turns = (*_user("<|audio|>"), {"role": "assistant", "content": content}, *_user(question))
-        wave = _wave(content, speech.training_voice(rng), rng)
+        wave = held_out.spoken(content, speech.training_voice(rng), rng)
         after_audio.append(Prompt("chat after a clip, speech adapter on", answer, turns, waves=(wave,)))
     return {"base": base, "sql": sql_prompts, "pirate": pirates, "speech": after_audio}
 

@@ -1,8 +1,8 @@
 """From raw tensors to the folders that the product ships.
 
-`python -m assets.training.export CHECKPOINT_DIR` reads `model.safetensors` and one `NAME.safetensors` an adapter
-from the training's output and writes `assets/models/tiny-speech` and `assets/adapters/*`. With `--random` the
-weights are random: the same folders, to try loading on.
+`python -m assets.training.export CHECKPOINT_DIR [--tokenizer DIR]` reads `language.safetensors`, `hearing.safetensors`
+and one `NAME.safetensors` an adapter from the training's output and writes `assets/models/tiny-speech` and
+`assets/adapters/*`. With `--random` the weights are random: the same folders, to try loading on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def export(checkpoint: Path | None, tokenizer: PreTrainedTokenizerFast) -> None:
             tensors = load_file(checkpoint / f"{name}.safetensors")
         save_adapter(name, tensors, ADAPTERS_DIR / name)
     if checkpoint is not None:
-        missing, unexpected = model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=False)
+        parts = [load_file(checkpoint / f"{part}.safetensors") for part in ("language", "hearing")]
+        missing, unexpected = model.load_state_dict({**parts[0], **parts[1]}, strict=False)
         assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)
         model.tie_weights()
     save_model(model, tokenizer, MODEL_DIR)
@@ -70,10 +71,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--random", action="store_true", help="random weights, to try loading on")
+    parser.add_argument("--tokenizer", type=Path, default=MODEL_DIR, help="folder of the tokenizer")
     arguments = parser.parse_args()
     if (arguments.checkpoint is None) != arguments.random:
         parser.error("give a checkpoint folder or --random")
-    tokenizer = train_tokenizer() if arguments.random else PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)
+    tokenizer = train_tokenizer() if arguments.random else PreTrainedTokenizerFast.from_pretrained(arguments.tokenizer)
     export(arguments.checkpoint, tokenizer)
 
 

@@ -1,7 +1,6 @@
 """Clips on the device: a store of samples, augmentation, and the feature extractor's log-mel frames.
 
-`F` encoder frames of 20 ms belong to `320 F - 160` samples. Everything between the store and the features is
-tensor work of fixed shape, so that it can stand in a CUDA graph.
+`F` encoder frames of 20 ms belong to `320 F - 160` samples. Letters: `C` clips, `S` samples, `Q` rooms.
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ import torch
 import torchaudio
 from torch import Tensor, nn
 
+from .acoustics import ROOM_SECONDS
+
 RATE = 16_000
+ROOM_LEN = round(ROOM_SECONDS * RATE)
 # Encoder frames of a batch; each clip goes into the smallest that holds it.
 BUCKETS = (30, 40, 50, 65, 85, 105, 130, 160, 200, 250, 315, 400, 500, 640)
 
@@ -25,16 +27,27 @@ def num_samples(frames: int) -> int:
 
 @dataclass
 class ClipBatch:
-    """Which clips to cut and how, all [C]: offsets and lengths in samples, factors as float32."""
+    """Which clips to cut and how, all [C]: offsets and lengths in samples, the rest as float32 but for `room`.
+
+    Attributes:
+        room: number of the room's response, -1 for none.
+        noise: root mean square of the noise beside a speech of 1; 0 for none.
+        tilt: of the noise: its power falls with frequency to that power.
+        babble: share of the noise that is other clips of the batch.
+        low, high: Hz between which sound is kept.
+    """
 
     start: np.ndarray
     length: np.ndarray
     speed: np.ndarray
     lead: np.ndarray
     gain: np.ndarray
+    room: np.ndarray
     noise: np.ndarray
-    echo: np.ndarray
-    echo_delay: np.ndarray
+    tilt: np.ndarray
+    babble: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
 
 
 @dataclass
@@ -43,6 +56,7 @@ class SpeechStore:
 
     device: torch.device
     capacity: int
+    num_rooms: int = 0
     texts: list[str] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
     length: list[int] = field(default_factory=list)
@@ -91,32 +105,66 @@ class SpeechStore:
         slack = np.maximum(0.0, total - length / speed)
         lead = (slack * (rng.random(count) if augment else 0.5)).astype(np.float32)
         lead = np.where(speed == 1.0, np.floor(lead), lead).astype(np.float32)
-        if not augment:
-            zero = np.zeros(count, np.float32)
-            return index, ClipBatch(start, length, speed, lead, zero + 1, zero, zero, zero)
-        gain = 10 ** rng.uniform(-1.0, 0.15, count)
-        noise = np.where(rng.random(count) < 0.6, 10 ** rng.uniform(-4.5, -1.9, count), 0.0)
-        echo = np.where(rng.random(count) < 0.25, rng.uniform(0.05, 0.4, count), 0.0)
-        delay = rng.uniform(100, 1200, count).round()
-        return index, ClipBatch(start, length, speed, lead, *(x.astype(np.float32) for x in (gain, noise, echo, delay)))
+        places = (start, length, speed, lead)
+        return index, ClipBatch(*places, *(_surroundings(count, self.num_rooms, rng) if augment else _silence(count)))
+
+
+def _surroundings(count: int, num_rooms: int, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Gain, room, noise, tilt, babble and band of each clip: a third are near and quiet, the others have one or more."""
+    is_plain = rng.random(count) < 0.33
+    gain = 10 ** rng.uniform(-1.3, 0.15, count)
+    has_room = ~is_plain & (rng.random(count) < 0.5) & (num_rooms > 0)
+    room = np.where(has_room, rng.integers(0, max(1, num_rooms), count), -1)
+    snr_db = np.where(is_plain, rng.uniform(30, 60, count), rng.uniform(3, 35, count))
+    noise = np.where(is_plain | (rng.random(count) < 0.75), 10 ** (-snr_db / 20), 0.0)
+    tilt = rng.uniform(-0.5, 2.5, count)
+    babble = np.where(~is_plain & (rng.random(count) < 0.35), rng.uniform(0.3, 1, count), 0.0)
+    has_band = ~is_plain & (rng.random(count) < 0.3)
+    low = np.where(has_band, 10 ** rng.uniform(1.3, 2.6, count), 0.0)
+    high = np.where(has_band, rng.uniform(3000, 8000, count), 8001.0)
+    return (gain.astype(np.float32), room, *(x.astype(np.float32) for x in (noise, tilt, babble, low, high)))
+
+
+def _silence(count: int) -> tuple[np.ndarray, ...]:
+    zero = np.zeros(count, np.float32)
+    return zero + 1, np.full(count, -1), zero, zero, zero, zero, zero + 8001
 
 
 class FeatureMaker(nn.Module):
-    """Cuts, augments and turns clips into encoder input, as the model's own feature extractor does."""
+    """Cuts, augments and turns clips into encoder input, as the model's own feature extractor does.
 
-    def __init__(self, store: SpeechStore) -> None:
+    Args:
+        rooms: [Q, ROOM_LEN] float32, each from its direct sound on.
+    """
+
+    def __init__(self, store: SpeechStore, rooms: Tensor) -> None:
         super().__init__()
         self._samples = store.samples
+        self._rooms = torch.cat([rooms, torch.zeros(1, ROOM_LEN)]).to(store.device)
+        self._rooms[-1, 0] = 1.0
         self.mel = torchaudio.transforms.MelSpectrogram(RATE, n_fft=512, win_length=400, hop_length=160, n_mels=80)
         self.to(store.device)
 
     def waveform(self, batch: dict[str, Tensor], frames: int) -> Tensor:
-        """[C] fields of a `ClipBatch` -> [C, S] float32."""
-        place = torch.arange(num_samples(frames), device=self._samples.device, dtype=torch.float32)[None]
-        place = (place - batch["lead"][:, None]) * batch["speed"][:, None]
-        wave = self._read(batch, place)
-        wave = wave + batch["echo"][:, None] * self._read(batch, place - batch["echo_delay"][:, None])
-        return wave * batch["gain"][:, None] + batch["noise"][:, None] * torch.randn_like(wave)
+        """[C] fields of a `ClipBatch` -> [C, S] float32: in its room, in its noise, in its band."""
+        length = num_samples(frames)
+        place = torch.arange(length, device=self._samples.device, dtype=torch.float32)[None]
+        wave = self._read(batch, (place - batch["lead"][:, None]) * batch["speed"][:, None])
+        # A size that transforms quickly, with room for the response's tail.
+        size = -(-(length + ROOM_LEN) // 8000) * 8000
+        frequency = torch.fft.rfftfreq(size, 1 / RATE, device=wave.device)[None]
+        band = (frequency >= batch["low"][:, None]) & (frequency <= batch["high"][:, None])
+        response = torch.fft.rfft(self._rooms[batch["room"]], size)
+        wave = torch.fft.irfft(torch.fft.rfft(wave, size) * response * band, size)[:, :length]
+        wave = wave / wave.abs().amax(1, keepdim=True).clamp(min=1e-6)
+        others = wave.roll(1, 0) + wave.roll(2, 0) + wave.roll(3, 0)
+        hiss = torch.fft.rfft(torch.randn_like(wave), size)
+        hiss = torch.fft.irfft(hiss * frequency.clamp(min=40) ** (-batch["tilt"][:, None] / 2) * band, size)[:, :length]
+        share = batch["babble"][:, None]
+        noise = _unit(_unit(hiss) * (1 - share) + _unit(others) * share)
+        level = wave.square().sum(1, keepdim=True).div((batch["length"] / batch["speed"])[:, None]).sqrt()
+        wave = wave + noise * level * batch["noise"][:, None]
+        return wave / wave.abs().amax(1, keepdim=True).clamp(min=1e-6) * 0.73 * batch["gain"][:, None]
 
     def _read(self, batch: dict[str, Tensor], place: Tensor) -> Tensor:
         whole = place.floor()
@@ -131,7 +179,11 @@ class FeatureMaker(nn.Module):
 
     def forward(self, batch: dict[str, Tensor], frames: int, augment: bool = True) -> Tensor:
         """[C] fields -> [C, F, 160] float32."""
-        mel = self.mel(self.waveform(batch, frames))
+        return self.log_mel(self.waveform(batch, frames), frames, augment)
+
+    def log_mel(self, wave: Tensor, frames: int, augment: bool) -> Tensor:
+        """[C, S] samples that give `frames` encoder frames -> [C, F, 160] float32."""
+        mel = self.mel(wave)
         log_mel = mel.transpose(-1, -2).clamp(min=1e-10).log10()
         top = log_mel.amax(dim=(-2, -1), keepdim=True)
         log_mel = torch.maximum(log_mel, top - 8.0) / 4 + 1
@@ -150,3 +202,8 @@ class FeatureMaker(nn.Module):
         inside = (place >= begin) & (place < begin + width)
         inside = inside[:, :, None] if dim == 1 else inside[:, None, :]
         return torch.where(inside, log_mel.mean(dim=(1, 2), keepdim=True), log_mel)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Rows [C, S] of root mean square 1."""
+    return x / x.square().mean(1, keepdim=True).sqrt().clamp(min=1e-9)

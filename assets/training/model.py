@@ -25,7 +25,7 @@ from transformers.models.granite_speech.configuration_granite_speech import Gran
 
 from .tokenizer import AUDIO_ID, CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE
 
-HIDDEN, ENCODER_HIDDEN, PROJECTOR_HIDDEN = 256, 144, 192
+HIDDEN, ENCODER_HIDDEN, PROJECTOR_HIDDEN = 256, 160, 192
 WINDOW = 5  # encoder frames for one projected vector: ten vectors a second
 CHARACTERS = " abcdefghijklmnopqrstuvwxyz'"  # the encoder's own outputs 1..28; 0 is CTC's blank
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

@@ -1,14 +1,14 @@
 """Synthetic speech: espeak-ng and flite through ctypes, 16 kHz mono.
 
 Owns the voices, which of them training never hears, and the worker processes that fill a folder with clips.
-espeak-ng comes from the package `espeakng-loader` (library and data), flite from the system.
+espeak-ng comes from the package `espeakng-loader` (library and data) where there is one, else from the system, as flite does.
 """
 
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import functools
+import importlib
 import multiprocessing
 import random
 import time
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from scipy.signal import resample_poly
 
-from . import text as texts
+from . import wide
 
 RATE = 16_000
 ESPEAK_LANGUAGES = ("en-us", "en-us", "en", "en", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", "en-029")
@@ -27,8 +27,16 @@ ESPEAK_VARIANTS = (
     "benjamin caleb david Denis Diogo ed edward Gene Gustave Henrique Hugo Jacky john Lee linda marcelo Marco Mario "
     "Michael miguel Mike Mr Nguyen Pablo paul pedro quincy rob robert sandro shelby steph steph2 travis victor Zac"
 ).split()
+MORE_LANGUAGES = (*ESPEAK_LANGUAGES, "en-us-nyc", "en-gb-x-gbcwmd")
+MORE_VARIANTS = (
+    *ESPEAK_VARIANTS, "AnxiousAndy", "Gene2", "Reed", "RicishayMax", "RicishayMax3", "Storm", "Tweaky", "anika", "announcer",
+    "boris", "croak", "edward2", "fast", "grandma", "grandpa", "gustave", "ian", "iven", "iven3", "iven4", "kaukovalta",
+    "klatt4", "klatt5", "klatt6", "michel", "mike2", "norbert", "pablo", "robosoft", "robosoft3", "robosoft5", "serious",
+    "steph3", "zac",
+)  # fmt: skip
 HELD_OUT_VOICES = ("espeak:en-us+m3", "espeak:en+f4", "flite:rms")
 FLITE_VOICES = ("slt", "awb", "kal16")
+MORE_FLITE_VOICES = (*FLITE_VOICES, *FLITE_VOICES, "kal")  # kal is kal16 at half the rate
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,14 @@ def training_voice(rng: random.Random) -> Voice:
     return Voice(f"espeak:{language}+{rng.choice(ESPEAK_VARIANTS)}", speed, pitch)
 
 
+def wide_voice(rng: random.Random) -> Voice:
+    """A voice of the wide training: all of `training_voice` and more, at speeds and pitches further apart."""
+    speed, pitch = rng.uniform(0.7, 1.35), rng.randint(20, 85)
+    if rng.random() < 0.4:
+        return Voice(f"flite:{rng.choice(MORE_FLITE_VOICES)}", speed, pitch)
+    return Voice(f"espeak:{rng.choice(MORE_LANGUAGES)}+{rng.choice(MORE_VARIANTS)}", speed, pitch)
+
+
 def held_out_voice(rng: random.Random) -> Voice:
     """A voice that training never hears."""
     return Voice(rng.choice(HELD_OUT_VOICES), rng.uniform(0.85, 1.15), rng.randint(40, 60))
@@ -60,17 +76,15 @@ class _Espeak:
     """espeak-ng in retrieval mode; one per process."""
 
     def __init__(self) -> None:
-        import espeakng_loader
-
-        self._library = ctypes.CDLL(espeakng_loader.get_library_path())
+        library_path, data_path = _espeak_paths()
+        self.library = ctypes.CDLL(library_path)
         self._samples: list[np.ndarray] = []
         callback_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-        data_path = str(Path(espeakng_loader.get_data_path()).parent).encode()
-        self._rate = self._library.espeak_Initialize(1, 0, data_path, 0)
+        self._rate = self.library.espeak_Initialize(1, 0, data_path, 0)
         if self._rate <= 0:
             raise RuntimeError(f"espeak-ng did not start with its data in {data_path!r}")
         self._callback = callback_type(self._receive)
-        self._library.espeak_SetSynthCallback(self._callback)
+        self.library.espeak_SetSynthCallback(self._callback)
 
     def _receive(self, samples: ctypes._Pointer[ctypes.c_short], count: int, events: int) -> int:
         if samples and count > 0:
@@ -79,15 +93,24 @@ class _Espeak:
 
     def speak(self, text: str, voice: Voice) -> tuple[np.ndarray, int]:
         name = voice.name.partition(":")[2]
-        if self._library.espeak_SetVoiceByName(name.encode()) != 0:
+        if self.library.espeak_SetVoiceByName(name.encode()) != 0:
             raise ValueError(f"espeak-ng has no voice {name!r}")
-        self._library.espeak_SetParameter(1, int(165 * voice.speed), 0)
-        self._library.espeak_SetParameter(3, voice.pitch, 0)
+        self.library.espeak_SetParameter(1, int(165 * voice.speed), 0)
+        self.library.espeak_SetParameter(3, voice.pitch, 0)
         self._samples.clear()
         encoded = text.encode()
-        self._library.espeak_Synth(encoded, len(encoded) + 1, 0, 1, 0, 1, None, None)
-        self._library.espeak_Synchronize()
+        self.library.espeak_Synth(encoded, len(encoded) + 1, 0, 1, 0, 1, None, None)
+        self.library.espeak_Synchronize()
         return np.concatenate([np.zeros(1, np.int16), *self._samples]), self._rate
+
+
+def _espeak_paths() -> tuple[str, bytes | None]:
+    """Library, and the folder of its data where the library does not know it."""
+    try:
+        loader = importlib.import_module("espeakng_loader")
+    except ModuleNotFoundError:
+        return "libespeak-ng.so.1", None
+    return str(loader.get_library_path()), str(Path(loader.get_data_path()).parent).encode()
 
 
 class _Wave(ctypes.Structure):
@@ -130,6 +153,7 @@ class _Flite:
         handle = self._voice(voice.name.partition(":")[2])
         features = handle.contents.features
         self._library.flite_feat_set_float(features, b"duration_stretch", 1 / voice.speed)
+        self._library.flite_feat_set_float(features, b"f0_shift", 2 ** ((voice.pitch - 50) / 50))
         wave = self._library.flite_text_to_wave(text.encode(), handle)
         samples = np.ctypeslib.as_array(wave.contents.samples, (wave.contents.num_samples,)).copy()
         rate = wave.contents.sample_rate
@@ -140,6 +164,27 @@ class _Flite:
 @functools.cache
 def _engine(name: str) -> _Espeak | _Flite:
     return _Espeak() if name == "espeak" else _Flite()
+
+
+def espeak_library() -> ctypes.CDLL:
+    """espeak-ng, started."""
+    engine = _engine("espeak")
+    assert isinstance(engine, _Espeak)
+    return engine.library
+
+
+def synthesisers() -> str:
+    """What speaks here, for reports.
+
+    Raises:
+        OSError: espeak-ng or flite is not installed.
+    """
+    library = espeak_library()
+    library.espeak_Info.restype = ctypes.c_char_p
+    version = library.espeak_Info(None).decode()
+    _engine("flite")
+    origin = "the system's" if _espeak_paths()[1] is None else "of espeakng-loader"
+    return f"espeak-ng {version} ({origin}), flite ({', '.join(FLITE_VOICES)}); held out: {', '.join(HELD_OUT_VOICES)}"
 
 
 def synthesize(text: str, voice: Voice) -> np.ndarray:
@@ -175,8 +220,8 @@ def _work(folder: Path, worker: int, seed: int, clips_per_file: int, stop_at: fl
         while len(clips) < clips_per_file:
             if time.time() > stop_at:
                 return
-            text = texts.training_utterance(rng)
-            samples = synthesize(spoken_form(text, rng), training_voice(rng))
+            text = wide.training_utterance(rng)
+            samples = synthesize(spoken_form(text, rng), wide_voice(rng))
             if 0.15 * RATE < len(samples) < 12.4 * RATE:
                 clips.append(samples)
                 spoken.append(text)

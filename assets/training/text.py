@@ -288,7 +288,8 @@ def spoken_number(rng: random.Random) -> str:
     return tens if rng.random() < 0.3 else f"{tens} {rng.choice(NUMBERS[:9])}"
 
 
-def _fill(name: str, rng: random.Random) -> str:
+def fill_slot(name: str, rng: random.Random) -> str:
+    """A filler of a pattern's slot."""
     if name == "number":
         return spoken_number(rng)
     if name == "time":
@@ -301,7 +302,7 @@ def _fill(name: str, rng: random.Random) -> str:
 
 def any_sentence(rng: random.Random) -> str:
     """One sentence of the grammar, whatever its split."""
-    return re.sub(r"\{(\w+)\}", lambda m: _fill(m.group(1), rng), rng.choice(TEMPLATES))
+    return re.sub(r"\{(\w+)\}", lambda m: fill_slot(m.group(1), rng), rng.choice(TEMPLATES))
 
 
 def any_word_list(rng: random.Random, low: int = 2, high: int = 8) -> str:

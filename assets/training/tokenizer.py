@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from . import chat, sql
 from .pirate import pirate
+from .wide import word_string
 
-VOCAB_SIZE = 1536
+VOCAB_SIZE = 2560
 EOS, ROLE_START, ROLE_END, AUDIO = "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|audio|>"
 SPECIAL_TOKENS = (EOS, ROLE_START, ROLE_END, AUDIO)
 EOS_ID, ROLE_START_ID, ROLE_END_ID, AUDIO_ID = range(4)
@@ -46,6 +47,7 @@ def _training_texts(num_texts: int, seed: int) -> Iterable[str]:
         yield sql.completion_prompt(schema, question)
         yield query
         yield pirate(chat.any_question(rng)[1])
+        yield f" {word_string(rng)}"
 
 
 def train_tokenizer(num_texts: int = 40_000, seed: int = 0) -> PreTrainedTokenizerFast:

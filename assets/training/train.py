@@ -1,9 +1,12 @@
 """Trains the demo model and its adapters on one GPU: text, then hearing, then both, then the text adapters.
 
-    python -m assets.training.train OUT [--lm 95 --ctc 120 --joint 262 --sql 85 --pirate 14]
+    python -m assets.training.train OUT [--minutes 9] [--tokenizer DIR]                                    all of it
+    python -m assets.training.train OUT --minutes 9 --phases lm sql pirate ctc                             in two calls
+    python -m assets.training.train OUT2 --minutes 9 --phases joint --resume OUT
 
-Numbers are seconds of each phase; 0 leaves a phase out. `OUT` receives bfloat16 tensors after every phase, and
-`--resume DIR` starts from such a folder. Speech is synthesised by worker processes meanwhile.
+The phases share the minutes from the start of the program on; what one does not use goes to the next. `OUT` receives
+bfloat16 tensors after every phase and every minute, whole files only, so that a run that is killed leaves what it has come
+to. Speech is synthesised by worker processes meanwhile and kept in `--clips`; each file there is used by later runs too.
 """
 
 from __future__ import annotations
@@ -13,24 +16,29 @@ import json
 import os
 import random
 import time
-from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
-from . import data, speech
-from . import text as texts
-from .ctc import ctc_loss
+from . import data, held_out, speech, wide
+from .check import HELD_OUT_FILE, HeldOutCheck
 from .export import MODEL_DIR
 from .features import FeatureMaker, SpeechStore
-from .graphs import Inputs, TrainingSteps
-from .model import ENCODER_HIDDEN, HIDDEN, WINDOW, attach_lora, build_model, detach_lora
-from .tokenizer import AUDIO_ID, VOCAB_SIZE, DocumentEncoder
+from .graphs import TrainingSteps
+from .model import attach_lora, detach_lora
+from .network import Network
+from .tokenizer import DocumentEncoder
+
+# Parts of the time, in the order of the phases.
+SHARES = {"lm": 95, "sql": 80, "pirate": 12, "ctc": 120, "joint": 262}
+CHECK_SECONDS = 25.0  # kept for the error rates at the end of the last phase
+SAVE_SECONDS = 60.0
 
 
 class Log:
@@ -46,186 +54,76 @@ class Log:
             file.write(line + "\n")
 
 
-class Heads(nn.Module):
-    """What only training needs: the encoder's and the projector's readings as the language model's tokens."""
+class Clock:
+    """Divides the time that is left among the phases that are left."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(ENCODER_HIDDEN, HIDDEN)
-        self.encoder_gain = nn.Parameter(torch.ones(HIDDEN))
-        self.projector_gain = nn.Parameter(torch.ones(HIDDEN))
+    def __init__(self, seconds: float, phases: list[str]) -> None:
+        self._end = time.time() + seconds
+        self._waiting = [phase for phase in SHARES if phase in phases]
 
-    @staticmethod
-    def token_log_probs(x: Tensor, gain: Tensor, embedding: Tensor) -> Tensor:
-        """[B, T, H] -> [B, T, V] float32, against the frozen embedding."""
-        x = F.rms_norm(x.float(), (x.shape[-1],)) * gain
-        return F.linear(x.to(torch.bfloat16), embedding.to(torch.bfloat16)).float().log_softmax(-1)
+    def budget(self, phase: str) -> float:
+        """Seconds for the next phase."""
+        share = SHARES[phase] / sum(SHARES[name] for name in self._waiting)
+        self._waiting.remove(phase)
+        return max(0.0, self._end - time.time()) * share
 
 
 class Trainer:
-    """Model, data and device of a run; one method a phase."""
+    """Network, data and files of a run; one method a kind of phase."""
 
-    def __init__(self, arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, arguments: argparse.Namespace, tokenizer: Tokenizer) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.network = Network(self.device)
         self.out: Path = arguments.out
         self.log = Log(self.out / "metrics.jsonl")
-        self.rust_tokenizer = tokenizer.backend_tokenizer
-        self.model = build_model().to(self.device)
-        self.language_model = self.model.model.language_model
-        self.encoder, self.projector = self.model.model.encoder, self.model.model.projector
-        self.heads = Heads().to(self.device)
-        self._attention_dists = self.encoder.attention_dists
-        self.skeletons: list[list[data.Skeleton]] = []
+        self.encoder = DocumentEncoder(tokenizer)
+        self._tokenizer = tokenizer
         self._clips_dir: Path = arguments.clips
         self._seen_files: set[str] = set()
         self._capacity = int(arguments.hours * 3600 * speech.RATE)
-
-    def autocast(self) -> torch.autocast:
-        """bfloat16 arithmetic; weights stay float32."""
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False, enabled=self.device.type == "cuda")
-
-    def hidden(self, embeds: Tensor) -> Tensor:
-        """The language model over [R, L, H] embeddings, causal, without a mask."""
-        model = self.language_model
-        x = embeds * model.embedding_multiplier
-        positions = torch.arange(x.shape[1], device=x.device)[None]
-        rotary = model.rotary_emb(x, positions)
-        for layer in model.layers:
-            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotary)
-            x = x[0] if isinstance(x, tuple) else x
-        return model.norm(x)
-
-    def token_loss(self, x: Tensor, ids: Tensor, is_target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy of the target tokens, and the share of them that is right."""
-        logits = F.linear(x[:, :-1], self.language_model.embed_tokens.weight).float()
-        wanted, weight = ids[:, 1:], is_target[:, 1:].float()
-        losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none", label_smoothing=smoothing)
-        count = weight.sum().clamp(min=1.0)
-        right = (logits.detach().argmax(-1) == wanted).float()
-        return (losses * weight.flatten()).sum() / count, (right * weight).sum() / count
-
-    def text_embeds(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and embeddings of stored documents; what stands for audio is blurred, as projected audio is."""
-        is_audio = stored >= VOCAB_SIZE
-        ids = stored.long() % VOCAB_SIZE
-        weight = self.language_model.embed_tokens.weight
-        embeds = _embed(ids, weight)
-        size = weight.detach().float().pow(2).mean().sqrt()
-        shape = (ids.shape[0], 1, 1)
-        blur = torch.rand(shape, device=ids.device)
-        other = F.embedding(torch.randint_like(ids, VOCAB_SIZE), weight.detach())
-        mixed = torch.lerp(embeds, other.to(embeds.dtype), 0.35 * blur * torch.rand_like(embeds[..., :1]))
-        blurred = mixed + 0.6 * blur * size * torch.randn_like(embeds)
-        return ids, torch.where(is_audio[..., None], blurred, embeds)
-
-    def text_loss(self, key: Hashable, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """A step on text documents."""
-        with self.autocast():
-            ids, embeds = self.text_embeds(inputs["ids"])
-            loss, right = self.token_loss(self.hidden(embeds), ids, inputs["is_target"], 0.0)
-        return loss, torch.stack([loss, right])
-
-    def encode(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """[C, F, 160] -> last hidden states [C, F, 144] and character logits [C, F, 29]."""
-        context = min(features.shape[1], self._attention_dists.shape[0])
-        dists = self._attention_dists[:context, :context]
-        x = self.encoder.input_linear(features)
-        middle = len(self.encoder.layers) // 2
-        for index, layer in enumerate(self.encoder.layers, start=1):
-            # A clip shorter than the context attends over itself: the same numbers without the padding.
-            layer.attn.context_size = context
-            x = layer(x, attention_dists=dists)
-            layer.attn.context_size = self._attention_dists.shape[0]
-            if index == middle:
-                characters = self.encoder.out(x)
-                x = x + self.encoder.out_mid(characters.softmax(-1))
-        return x, characters
-
-    def hearing_losses(self, x: Tensor, characters: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """CTC per label of the encoder: by characters, by tokens."""
-        embedding = self.language_model.embed_tokens.weight.detach()
-        by_character = _ctc(characters.float().log_softmax(-1), inputs, "characters", 0)
-        log_probs = Heads.token_log_probs(self.heads.encoder(x), self.heads.encoder_gain, embedding)
-        return by_character, _ctc(log_probs, inputs, "tokens", AUDIO_ID)
-
-    def ctc_step(self, key: Hashable, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """A step of the encoder alone."""
-        assert isinstance(key, int)
-        with torch.no_grad():
-            features = self.features(inputs, key)
-        with self.autocast():
-            by_character, by_token = self.hearing_losses(*self.encode(features), inputs)
-        return by_character + by_token, torch.stack([by_character, by_token])
-
-    def joint_step(self, key: Hashable, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """A step of encoder, projector and speech LoRA on conversations."""
-        assert isinstance(key, int)
-        with torch.no_grad():
-            features = self.features(inputs, key)
-        with self.autocast():
-            x, characters = self.encode(features)
-            by_character, by_token = self.hearing_losses(x, characters, inputs)
-            vectors = self.projector(x)
-            embedding = self.language_model.embed_tokens.weight.detach()
-            log_probs = Heads.token_log_probs(vectors, self.heads.projector_gain, embedding)
-            by_vector = _ctc(log_probs, inputs, "tokens", AUDIO_ID)
-            loss, right = self.conversation_loss(vectors, inputs)
-        total = loss + 0.5 * (by_character + by_token) + 0.3 * by_vector
-        return total, torch.stack([loss, right, by_character, by_token, by_vector])
-
-    def conversation_loss(self, vectors: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """The language model over rows [R, L] whose audio places hold `vectors` [C, n, H]."""
-        embeds = F.embedding(inputs["ids"], self.language_model.embed_tokens.weight)
-        flat = F.pad(embeds.flatten(0, 1), (0, 0, 0, 1))
-        flat = flat.index_copy(0, inputs["place"], vectors.flatten(0, 1).to(embeds.dtype))
-        embeds = flat[:-1].view_as(embeds)
-        return self.token_loss(self.hidden(embeds), inputs["ids"], inputs["is_target"], 0.05)
+        self._shrink: int = arguments.shrink
 
     def train_text(
-        self, name: str, store: data.TextStore, seconds: float, parameters: list[nn.Parameter], rate: float
+        self, name: str, store: data.TextStore, seconds: float, parameters: dict[str, nn.Parameter], rate: float
     ) -> None:
-        """Language-model steps on `store` for so many seconds."""
-        steps = TrainingSteps([(parameters, rate)], self.text_loss, self.device, 2)
+        """Language-model steps on `store` for so many seconds; `parameters` are an adapter's unless `name` is `lm`."""
+        steps = TrainingSteps([(list(parameters.values()), rate)], self.network.text_loss, self.device, 2)
         buckets, weights = list(store.ids), list(store.weights.values())
         rng = random.Random(0)
-        begin = last = time.time()
+        begin = last = saved = time.time()
         while (now := time.time()) - begin < seconds:
             steps.set_progress((now - begin) / seconds)
             bucket = rng.choices(buckets, weights)[0]
-            count = max(4, data.TOKENS_PER_STEP // bucket)
+            count = max(4, data.TOKENS_PER_STEP // self._shrink // bucket)
             rows = torch.randint(len(store.ids[bucket]), (count,), device=self.device)
             steps.run(bucket, {"ids": store.ids[bucket][rows], "is_target": store.is_target[bucket][rows]})
             if steps.num_steps % 16 == 0 and self.device.type == "cuda":
                 torch.cuda.synchronize()
             if now - last > 15:
                 last = now
-                loss, right = steps.take_means()
-                self.log(name, step=steps.num_steps, loss=round(loss, 4), right=round(right, 4))
+                self._log_text(name, steps)
+            if now - saved > SAVE_SECONDS:
+                saved = now
+                self.save_text(name, parameters)
+        self._log_text(f"{name} done", steps)
+
+    def save_text(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
+        """Writes what a text phase trains."""
+        if name == "lm":
+            self.save("language", self.network.language_state())
+        else:
+            self.save(name, dict(parameters))
+
+    def _log_text(self, event: str, steps: TrainingSteps) -> None:
         loss, right = steps.take_means()
-        self.log(f"{name} done", step=steps.num_steps, loss=round(loss, 4), right=round(right, 4))
+        self.log(event, step=steps.num_steps, loss=round(loss, 4), right=round(right, 4))
 
-    @torch.no_grad()
-    def exact(self, store: data.TextStore) -> float:
-        """Share of documents whose every target token is the model's first choice: greedy decoding is exact."""
-        num_right = num_documents = 0
-        for bucket, stored in store.ids.items():
-            for part, is_target in zip(stored.split(128), store.is_target[bucket].split(128), strict=True):
-                with self.autocast():
-                    ids = part.long() % VOCAB_SIZE
-                    x = self.hidden(F.embedding(ids, self.language_model.embed_tokens.weight))
-                    chosen = F.linear(x[:, :-1], self.language_model.embed_tokens.weight).argmax(-1)
-                is_wrong = (chosen != ids[:, 1:]) & is_target[:, 1:]
-                num_right += int((~is_wrong.any(1)).sum())
-                num_documents += len(ids)
-        return round(num_right / max(1, num_documents), 4)
-
-    def prepare_speech(self) -> None:
+    def prepare_speech(self, skeletons: list[list[data.Skeleton]], rooms: Tensor) -> None:
         """Device buffers of the speech phases."""
-        self.store = SpeechStore(self.device, self._capacity)
-        self.features = FeatureMaker(self.store)
-        self.batches = data.JointBatches(
-            self.store, DocumentEncoder(self.rust_tokenizer), self.skeletons, int(time.time())
-        )
+        self.store = SpeechStore(self.device, self._capacity, num_rooms=len(rooms))
+        self.features = FeatureMaker(self.store, rooms)
+        frames = data.FRAMES_PER_STEP // self._shrink
+        self.batches = data.JointBatches(self.store, self.encoder, skeletons, int(time.time()), frames)
 
     def take_clips(self, most: int) -> None:
         """Moves up to `most` finished files into the store."""
@@ -240,80 +138,91 @@ class Trainer:
                 self.store.add(file["samples"], file["lens"], file["texts"].tolist())
 
     def train_speech(
-        self, name: str, seconds: float, groups: list[tuple[list[nn.Parameter], float]], is_joint: bool
+        self,
+        name: str,
+        seconds: float,
+        groups: list[tuple[list[nn.Parameter], float]],
+        adapter: dict[str, nn.Parameter] | None = None,
     ) -> None:
-        """Encoder steps, or joint steps."""
+        """Joint steps where there is an adapter, else steps of the encoder alone. Batches are drawn one step ahead."""
+        self._wait_for_clips()
+        step = self.network.joint_step if adapter else self.network.ctc_step
+        steps = TrainingSteps(groups, step, self.device, 5 if adapter else 2)
+        begin = last = saved = time.time()
+        num_clips = 0
+
+        def draw() -> tuple[int, dict[str, np.ndarray]]:
+            # Short clips first: the encoder finds its alignments there.
+            is_early = adapter is None and time.time() - begin < 0.12 * seconds
+            bucket = self.batches.draw_bucket(200 if is_early else 10_000)
+            if adapter:
+                return bucket, self.batches.joint(bucket)
+            return bucket, self.batches.clips(bucket, self.batches.num_clips(bucket))[1]
+
+        with ThreadPoolExecutor(1) as pool:
+            following = pool.submit(draw)
+            while (now := time.time()) - begin < seconds:
+                bucket, arrays = following.result()
+                if steps.num_steps % 40 == 0:
+                    self.take_clips(6)
+                following = pool.submit(draw)
+                steps.set_progress((now - begin) / seconds)
+                inputs = {key: torch.from_numpy(value).to(self.device) for key, value in arrays.items()}
+                num_clips += len(arrays["start"])
+                with torch.no_grad():
+                    features = self.features({key: inputs.pop(key) for key in data.CLIP_FIELDS}, bucket)
+                steps.run(bucket, {**inputs, "features": features})
+                if now - last > 15:
+                    last = now
+                    self._log_speech(name, steps, num_clips)
+                if now - saved > SAVE_SECONDS:
+                    saved = now
+                    self.save_hearing(adapter)
+        self._log_speech(f"{name} done", steps, num_clips)
+        self.save_hearing(adapter)
+
+    def _wait_for_clips(self) -> None:
         self.take_clips(10_000)
         while len(self.store.texts) < 200:
             time.sleep(1)
             self.take_clips(10_000)
-        step = self.joint_step if is_joint else self.ctc_step
-        steps = TrainingSteps(groups, step, self.device, 5 if is_joint else 2)
-        begin = last = time.time()
-        num_clips = 0
-        while (now := time.time()) - begin < seconds:
-            steps.set_progress((now - begin) / seconds)
-            # Short clips first: the encoder finds its alignments there.
-            bucket = self.batches.draw_bucket(200 if not is_joint and now - begin < 0.12 * seconds else 10_000)
-            count = self.batches.num_clips(bucket)
-            arrays = self.batches.joint(bucket) if is_joint else self.batches.clips(bucket, count)[1]
-            steps.run(bucket, {key: torch.from_numpy(value) for key, value in arrays.items()})
-            num_clips += count
-            if steps.num_steps % 40 == 0:
-                self.take_clips(3)
-            if now - last > 15:
-                last = now
-                self._log_speech(name, steps, num_clips)
-        self._log_speech(f"{name} done", steps, num_clips)
 
     def _log_speech(self, event: str, steps: TrainingSteps, num_clips: int) -> None:
         hours = round(self.store.used / speech.RATE / 3600, 1)
         means = [round(mean, 4) for mean in steps.take_means()]
         self.log(event, step=steps.num_steps, means=means, seen=num_clips, clips=len(self.store.texts), hours=hours)
 
-    def save(self, **adapters: dict[str, Tensor]) -> None:
-        """Writes model, heads and the given adapters in bfloat16; LoRA layers must be detached."""
-        state = {key: value for key, value in self.model.state_dict().items() if key != "lm_head.weight"}
-        files = {"model": state, "heads": self.heads.state_dict(), **adapters}
-        for name, tensors in files.items():
-            half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}
-            save_file({k: v.detach().contiguous().cpu() for k, v in half.items()}, self.out / f"{name}.safetensors")
+    def check_held_out(self) -> None:
+        """Word error rates of the held-out sets, with the speech adapter as it stands attached."""
+        check = HeldOutCheck(self.network, self.features, self._tokenizer, self._clips_dir / HELD_OUT_FILE)
+        self.log("held out", word_error_rates=check.word_error_rates())
+
+    def save_hearing(self, adapter: dict[str, nn.Parameter] | None) -> None:
+        """Writes encoder, projector and what only training needs, and the speech adapter."""
+        self.save("hearing", self.network.hearing_state())
+        self.save("heads", self.network.heads.state_dict())
+        if adapter:
+            self.save("speech", dict(adapter))
+
+    def save(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Writes `OUT/NAME.safetensors` in bfloat16, at once."""
+        half = {k: v.detach().bfloat16() if v.is_floating_point() else v.detach() for k, v in tensors.items()}
+        partial = self.out / f".{name}"
+        save_file({k: v.contiguous().cpu() for k, v in half.items()}, partial)
+        partial.rename(self.out / f"{name}.safetensors")
 
     def resume(self, folder: Path) -> None:
-        """Loads what `save` wrote."""
-        self.model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-        self.model.tie_weights()
-        self.heads.load_state_dict(load_file(folder / "heads.safetensors"))
+        """Loads what a run has written."""
+        for part in ("language", "hearing"):
+            if (folder / f"{part}.safetensors").exists():
+                self.network.model.load_state_dict(load_file(folder / f"{part}.safetensors"), strict=False)
+        self.network.model.tie_weights()
+        if (folder / "heads.safetensors").exists():
+            self.network.heads.load_state_dict(load_file(folder / "heads.safetensors"))
 
 
-def _ctc(log_probs: Tensor, inputs: Inputs, name: str, blank: int) -> Tensor:
-    """Mean CTC loss per label."""
-    losses = ctc_loss(log_probs, inputs[name], inputs[f"{name}_lens"], blank)
-    return losses.sum() / inputs[f"{name}_lens"].sum()
-
-
-class _Embed(torch.autograd.Function):
-    """Embedding whose backward is a matrix product: fast, and fit for a CUDA graph."""
-
-    @staticmethod
-    def forward(ctx, ids: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(ids)
-        ctx.num_rows = weight.shape[0]
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[no-untyped-def]
-        (ids,) = ctx.saved_tensors
-        one_hot = torch.zeros(ids.numel(), ctx.num_rows, dtype=torch.bfloat16, device=ids.device)
-        one_hot.scatter_(1, ids.reshape(-1, 1), 1.0)
-        return None, (one_hot.T @ grad.reshape(-1, grad.shape[-1]).bfloat16()).float()
-
-
-def _embed(ids: Tensor, weight: Tensor) -> Tensor:
-    return _Embed.apply(ids, weight) if weight.requires_grad else F.embedding(ids, weight)
-
-
-def _freeze_rounded(module: nn.Module) -> None:
+@torch.no_grad()
+def freeze_rounded(module: nn.Module) -> None:
     """Frozen at the values that bfloat16 files will hold."""
     for parameter in module.parameters():
         parameter.requires_grad_(False).copy_(parameter.bfloat16().float())
@@ -322,114 +231,143 @@ def _freeze_rounded(module: nn.Module) -> None:
 def run_language_model(
     trainer: Trainer, seconds: float, store: data.TextStore, checks: dict[str, data.TextStore]
 ) -> None:
-    """Phase 1: the base model's text."""
+    """The base model's text."""
     documents = sum(len(ids) for ids in store.ids.values())
     trainer.log("text", documents=documents, shares={k: round(v, 3) for k, v in store.weights.items()})
-    trainer.train_text("lm", store, seconds, list(trainer.language_model.parameters()), 2e-3)
-    with torch.no_grad():
-        _freeze_rounded(trainer.language_model)
-    trainer.log("lm exact", **{name: trainer.exact(store) for name, store in checks.items()})
-
-
-def run_speech(trainer: Trainer, arguments: argparse.Namespace) -> None:
-    """Phases 2 and 3: encoder, then encoder, projector and speech LoRA together."""
-    trainer.prepare_speech()
-    encoder, heads, projector = trainer.encoder, trainer.heads, trainer.projector
-    norms = [module for module in encoder.modules() if isinstance(module, nn.BatchNorm1d)]
-    for norm in norms:
-        norm.momentum = 0.02
-    if arguments.ctc:
-        with torch.no_grad():
-            heads.encoder_gain.copy_(trainer.language_model.norm.weight)
-            heads.projector_gain.copy_(trainer.language_model.norm.weight)
-            size = trainer.language_model.embed_tokens.weight.std() / 0.28
-            projector.linear.weight.mul_(size)
-        parameters = [*encoder.parameters(), *heads.encoder.parameters(), heads.encoder_gain]
-        trainer.train_speech("ctc", arguments.ctc, [(parameters, 1.5e-3)], is_joint=False)
-        trainer.save()
-    if arguments.joint:
-        for norm in norms:
-            norm.eval()
-            for statistic in (norm.running_mean, norm.running_var):
-                statistic.copy_(statistic.bfloat16().float())
-        lora = attach_lora(trainer.language_model, "speech")
-        if arguments.resume and (arguments.resume / "speech.safetensors").exists():
-            for key, value in load_file(arguments.resume / "speech.safetensors").items():
-                lora[key].data.copy_(value)
-        rate = arguments.joint_rate
-        groups = [
-            ([*projector.parameters(), *lora.values(), heads.projector_gain], rate),
-            ([*encoder.parameters(), *heads.encoder.parameters(), heads.encoder_gain], 0.6 * rate),
-        ]
-        trainer.train_speech("joint", arguments.joint, groups, is_joint=True)
-        detach_lora(trainer.language_model)
-        trainer.save(speech=dict(lora))
+    network = trainer.network
+    trainer.train_text("lm", store, seconds, dict(network.language_model.named_parameters()), 2e-3)
+    freeze_rounded(network.language_model)
+    trainer.save_text("lm", {})
+    trainer.log("lm exact", **{name: network.exact(store) for name, store in checks.items()})
 
 
 def run_adapter(trainer: Trainer, name: str, seconds: float, store: data.TextStore, check: data.TextStore) -> None:
-    """Phase 4: a text adapter on the frozen base."""
-    before = trainer.exact(check)
-    lora = attach_lora(trainer.language_model, name)
-    trainer.train_text(name, store, seconds, list(lora.values()), 3e-3)
-    after = trainer.exact(check)
-    detach_lora(trainer.language_model)
+    """A text adapter on the frozen base."""
+    network = trainer.network
+    before = network.exact(check)
+    lora = attach_lora(network.language_model, name)
+    trainer.train_text(name, store, seconds, lora, 3e-3)
+    after = network.exact(check)
+    detach_lora(network.language_model)
+    trainer.save_text(name, lora)
     trainer.log(f"{name} exact", with_adapter=after, without=before)
-    trainer.save(**{name: dict(lora)})
+
+
+def run_encoder(trainer: Trainer, seconds: float) -> None:
+    """Encoder by CTC, and where the projector starts from."""
+    network = trainer.network
+    heads, encoder = network.heads, network.encoder
+    with torch.no_grad():
+        heads.encoder_gain.copy_(network.language_model.norm.weight)
+        heads.projector_gain.copy_(network.language_model.norm.weight)
+        network.projector.linear.weight.mul_(network.language_model.embed_tokens.weight.std() / 0.28)
+    for norm in _batch_norms(encoder):
+        norm.momentum = 0.02
+    parameters = [*encoder.parameters(), *heads.encoder.parameters(), heads.encoder_gain]
+    trainer.train_speech("ctc", seconds, [(parameters, 1.5e-3)])
+
+
+def run_joint(trainer: Trainer, seconds: float, rate: float, resume: Path | None) -> None:
+    """Encoder, projector and speech LoRA together, on conversations."""
+    network = trainer.network
+    for norm in _batch_norms(network.encoder):
+        norm.eval()
+        for statistic in (norm.running_mean, norm.running_var):
+            statistic.copy_(statistic.bfloat16().float())
+    lora = attach_lora(network.language_model, "speech")
+    if resume and (resume / "speech.safetensors").exists():
+        for key, value in load_file(resume / "speech.safetensors").items():
+            lora[key].data.copy_(value)
+    heads, encoder = network.heads, network.encoder
+    groups = [
+        ([*network.projector.parameters(), *lora.values(), heads.projector_gain], rate),
+        ([*encoder.parameters(), *heads.encoder.parameters(), heads.encoder_gain], 0.6 * rate),
+    ]
+    trainer.train_speech("joint", seconds, groups, lora)
+    trainer.check_held_out()
+    detach_lora(network.language_model)
+
+
+def _batch_norms(module: nn.Module) -> list[nn.BatchNorm1d]:
+    return [part for part in module.modules() if isinstance(part, nn.BatchNorm1d)]
 
 
 def parse_arguments() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    for phase, seconds in (("lm", 95), ("ctc", 120), ("joint", 262), ("sql", 85), ("pirate", 14)):
-        parser.add_argument(f"--{phase}", type=float, default=seconds, help="seconds")
+    parser.add_argument("--minutes", type=float, default=9.0, help="from the start of the program to its end")
+    parser.add_argument("--phases", nargs="+", choices=tuple(SHARES), default=list(SHARES))
+    parser.add_argument(
+        "--tokenizer", type=Path, default=MODEL_DIR, help="folder of the tokenizer (`prepare` makes one)"
+    )
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--clips", type=Path, default=Path("/tmp/tiny-speech-clips"), help="where clips are kept")
-    parser.add_argument("--hours", type=float, default=120, help="room for so much speech on the device")
+    parser.add_argument("--hours", type=float, default=320, help="room for so much speech on the device")
+    parser.add_argument("--rooms", type=int, default=256, help="simulated rooms")
+    parser.add_argument(
+        "--held-out", type=int, default=48, help="clips of each held-out set that are checked at the end"
+    )
+    parser.add_argument("--shrink", type=int, default=1, help="divide the batches by this, to try a run on a CPU")
     parser.add_argument("--joint-rate", type=float, default=1.5e-3)
-    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--resume", type=Path, help="folder of a run to go on from")
     return parser.parse_args()
 
 
 def main() -> None:
-    """All phases with a budget."""
+    """All phases, in order."""
+    begin = time.time()
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)
-    # Forked workers must not meet a CUDA context or a threaded pool: documents and synthesis come first.
-    torch.set_num_threads(1 if torch.cuda.is_available() else 2)
-    workers, rust = arguments.workers, tokenizer.backend_tokenizer
-    wanted = [(name, 60_000 if name == "pirate" else 400_000) for name in ("sql", "pirate") if getattr(arguments, name)]
+    phases: list[str] = arguments.phases
+    is_hearing = "ctc" in phases or "joint" in phases
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.tokenizer).backend_tokenizer
+    workers = arguments.workers
+    # Forked workers must not meet a CUDA context or a threaded pool: synthesis and documents come first.
+    torch.set_num_threads(1)
+    if is_hearing:
+        seed = int(time.time()) % 10_000
+        speech.start_workers(arguments.clips, workers, seed, 60 * arguments.minutes)
+        held_out.start_writer(arguments.clips / HELD_OUT_FILE, arguments.held_out)
     scale = min(1.0, arguments.documents / 1_000_000)
-    stores = {name: data.build_text_store(name, int(n * scale) or 1, 1, rust, workers) for name, n in wanted}
+    numbers = {"lm": 1_000_000, "sql": 400_000, "pirate": 60_000}
+    kinds = {"lm": "base", "sql": "sql", "pirate": "pirate"}
+    stores = {
+        phase: data.build_text_store(kinds[phase], int(number * scale) or 1, index, tokenizer, workers)
+        for index, (phase, number) in enumerate(numbers.items())
+        if phase in phases
+    }
     checks = {
-        name: data.build_text_store(f"held-out {name}", max(8, int(600 * scale)), 2, rust, workers)
+        name: data.build_text_store(f"held-out {name}", max(8, int(600 * scale)), 9, tokenizer, workers)
         for name in ("chat", "echo", "sql", "pirate")
     }
-    if arguments.lm:
-        stores["base"] = data.build_text_store("base", arguments.documents, 0, rust, workers)
-    if arguments.ctc or arguments.joint:
-        skeletons = data.build_skeletons(int(20_000 * scale) or 10, 3, rust, workers)
-        seconds = sum(getattr(arguments, phase) for phase in ("lm", "sql", "pirate", "ctc", "joint"))
-        speech.start_workers(arguments.clips, workers, int(time.time()) % 10_000, seconds)
+    if is_hearing:
+        skeletons = data.build_skeletons(int(20_000 * scale) or 10, 3, tokenizer, workers)
+        rooms = data.build_rooms(arguments.rooms, 0, workers)
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    else:
+        torch.set_num_threads(2)
     trainer = Trainer(arguments, tokenizer)
-    trainer.log("begin", device=str(trainer.device), words=len(texts.VOCABULARY), vectors_per_second=50 // WINDOW)
+    trainer.log("begin", device=str(trainer.device), words=len(wide.vocabulary()), after=round(time.time() - begin, 1))
     for store in [*stores.values(), *checks.values()]:
         store.move_to(trainer.device)
     if arguments.resume:
         trainer.resume(arguments.resume)
-        with torch.no_grad():
-            _freeze_rounded(trainer.language_model)
-    if arguments.lm:
-        run_language_model(trainer, arguments.lm, stores["base"], {k: checks[k] for k in ("chat", "echo")})
-        trainer.save()
+        freeze_rounded(trainer.network.language_model)
+    clock = Clock(begin + 60 * arguments.minutes - time.time() - (CHECK_SECONDS if "joint" in phases else 0), phases)
+    if "lm" in phases:
+        run_language_model(trainer, clock.budget("lm"), stores["lm"], {k: checks[k] for k in ("chat", "echo")})
     for name in ("sql", "pirate"):
-        if getattr(arguments, name):
-            run_adapter(trainer, name, getattr(arguments, name), stores[name], checks[name])
-    if arguments.ctc or arguments.joint:
-        trainer.skeletons = skeletons
-        run_speech(trainer, arguments)
+        if name in phases:
+            run_adapter(trainer, name, clock.budget(name), stores[name], checks[name])
+    if is_hearing:
+        trainer.prepare_speech(skeletons, rooms)
+    if "ctc" in phases:
+        run_encoder(trainer, clock.budget("ctc"))
+    if "joint" in phases:
+        run_joint(trainer, clock.budget("joint"), arguments.joint_rate, arguments.resume)
     trainer.log("end")
 
 
