@@ -71,18 +71,18 @@ def test_hearing_and_conversations_are_learned(world: World) -> None:
     _, arrays = world.batches.clips(BUCKET, data.CLIPS)
     heads = [*network.heads.encoder.parameters(), network.heads.encoder_gain]
     steps = TrainingSteps([([*network.encoder.parameters(), *heads], 2e-3)], network.ctc_step, network.device, 2)
-    losses = losses_of(steps, inputs_of(world, arrays), 4)
+    losses = losses_of(steps, inputs_of(world, arrays), 3)
     assert np.isfinite(losses).all() and losses[-1] < 0.9 * losses[0]
     network.language_model.requires_grad_(False)
     lora = attach_lora(network.language_model, "speech")
     try:
         parameters = [*network.projector.parameters(), *lora.values()]
         steps = TrainingSteps([(parameters, 2e-3)], network.joint_step, network.device, 5)
-        losses = losses_of(steps, inputs_of(world, world.batches.joint(BUCKET)), 3)
+        losses = losses_of(steps, inputs_of(world, world.batches.joint(BUCKET)), 2)
     finally:
         detach_lora(network.language_model)
         network.language_model.requires_grad_(True)
-    assert np.isfinite(losses).all() and losses[-1] < losses[0] - 0.02
+    assert np.isfinite(losses).all() and losses[-1] < losses[0] - 0.01
     assert all(bool(tensor.ne(0).any()) for name, tensor in lora.items() if "lora_B" in name)
 
 
