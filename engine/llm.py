@@ -12,6 +12,7 @@ import dataclasses
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from engine.answer import Answer
@@ -121,7 +122,7 @@ class LLM:
         """
         if lora_request is not None:
             self._ensure_loaded(lora_request)
-        part, engine = AudioPart(audio), self.engine
+        part, engine = _audio(audio), self.engine
         engine.transcription_prompt(part, language=language, prompt=prompt)
         recording = engine.recordings.read(part)
         prompts = (
@@ -241,11 +242,16 @@ def _to_prompt(item: PromptInput) -> Prompt:
         raise InvalidRequest(
             f"multi_modal_data holds {', '.join(media)}; only audio and image are served.", param="multi_modal_data"
         )
-    return TextPrompt(item["prompt"], [AudioPart(clip) for clip in clips], [ImagePart(image) for image in images])
+    return TextPrompt(item["prompt"], [_audio(clip) for clip in clips], [ImagePart(image) for image in images])
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _audio(source: Any) -> AudioPart:
+    """A clip; a text is a path."""
+    return AudioPart(Path(source) if isinstance(source, str) else source)
 
 
 def _to_chat(messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
@@ -260,7 +266,7 @@ def _to_content(content: Any) -> Any:
         if part.get("type") == "text":
             parts.append(TextPart(part["text"]))
         elif part.get("type") == "audio":
-            parts.append(AudioPart(part["audio"]))
+            parts.append(_audio(part["audio"]))
         elif part.get("type") == "image":
             parts.append(ImagePart(part["image"]))
         else:

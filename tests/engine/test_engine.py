@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 from adapters.errors import AdapterNotFound
@@ -448,7 +449,7 @@ def test_the_offline_api_mixes_adapters_and_routes_audio_by_itself(
 
 
 def test_the_offline_api_transcribes_recordings_longer_than_the_window(
-    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     llm = LLM.__new__(LLM)
     llm.engine = tiny_engine
@@ -473,6 +474,8 @@ def test_the_offline_api_transcribes_recordings_longer_than_the_window(
     assert output.duration == recording.size / 16_000
     assert output.lora_request is not None and output.lora_request.lora_name == "speech"
     assert llm.transcribe((recording, 16_000), sampling, lora_request=LoRARequest("none")).lora_request is None
+    soundfile.write(tmp_path / "a.wav", recording, 16_000, subtype="FLOAT")
+    assert llm.transcribe(str(tmp_path / "a.wav"), sampling).segments == output.segments
     nothing = llm.transcribe((np.zeros(80_000, np.float32), 16_000))
     assert (nothing.text, nothing.segments, nothing.duration) == ("", (), 5.0)
     with pytest.raises(InvalidRequest, match="does not use language"):
