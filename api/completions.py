@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from api.body import json_body, new_id, service_of
+from api.logprobs import TokenTexts
 from api.openapi import json_request
 from api.schema import MAX_CHOICES, SAMPLED_WORDS, CompletionRequest, client_words
 from api.service import Service, now
@@ -40,7 +41,9 @@ async def create_completion(request: Request) -> Response:
     request_id = new_id("cmpl")
     with client_words({"messages": "prompt", **SAMPLED_WORDS}):
         answers = await until_disconnect(request, _start_all(service, body, request_id))
-    view = _View(body, request_id, service, answers[0])
+    view = CompletionView(
+        body, request_id, service.token_texts(answers[0]) if body.logprobs is not None else None, answers[0]
+    )
     headers = answer_headers(request_id, answers[0].receipt)
     if body.stream:
         return EventStream(view.chunks(answers), answers, headers)
@@ -83,14 +86,20 @@ async def _settle(tasks: Sequence[asyncio.Future[list[Answer]]]) -> list[list[An
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _View:
-    """One request's answers as JSON, in chunks or whole."""
+class CompletionView:
+    """One request's answers as JSON, in chunks or whole.
 
-    def __init__(self, body: CompletionRequest, request_id: str, service: Service, first: Answer) -> None:
+    Args:
+        body, request_id: of the request.
+        tokens: spells tokens where log probabilities are wanted.
+        first: its first answer.
+    """
+
+    def __init__(self, body: CompletionRequest, request_id: str, tokens: TokenTexts | None, first: Answer) -> None:
         self._body = body
         self._prompts = body.prompts()
         self._tokenizer = first.tokenizer
-        self._tokens = service.token_texts(first) if body.logprobs is not None else None
+        self._tokens = tokens
         self._head = {"id": request_id, "object": "text_completion", "created": now(), "model": body.model}
 
     async def chunks(self, answers: list[Answer]) -> AsyncGenerator[dict[str, Any], None]:

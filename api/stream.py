@@ -7,14 +7,14 @@ aborted. Knows nothing of any route's JSON. Called by `chat`, `completions` and 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+import orjson
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -92,39 +92,29 @@ class Usage:
 
 
 async def merge(answers: Sequence[Answer]) -> AsyncGenerator[Event, None]:
-    """The events of all answers as they come; the first answer that fails ends the rest.
+    """The events of all answers as they come; the first answer that fails ends the rest. Tokens that came while the
+    reader was busy are one event, so that a slow reader costs less and nobody waits for company.
 
     Whatever ends this generator, every answer has then ended or been aborted.
     """
-    if len(answers) == 1:
-        # The common case, without a task for each token.
-        async with aclosing(_only(answers[0])) as events:
-            async for event in events:
-                yield event
-        return
-    iterators = [aiter(answer) for answer in answers]
-    waiting = {asyncio.ensure_future(anext(each)): choice for choice, each in enumerate(iterators)}
+    loop = asyncio.get_running_loop()
+    open_choices = list(range(len(answers)))
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                choice, delta = waiting.pop(task), task.result()
+        while open_choices:
+            waiter: asyncio.Future[None] = loop.create_future()
+            has_come = False
+            for choice in list(open_choices):
+                delta = answers[choice].poll_all(waiter)
+                if delta is None:
+                    continue
+                has_come = True
+                if delta.finish_reason is not None:
+                    open_choices.remove(choice)
                 yield Event(choice, delta)
-                if delta.finish_reason is None:
-                    waiting[asyncio.ensure_future(anext(iterators[choice]))] = choice
+            if not has_come:
+                await waiter
     finally:
         abort_all(answers)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-
-async def _only(answer: Answer) -> AsyncGenerator[Event, None]:
-    try:
-        async for delta in answer:
-            yield Event(0, delta)
-    finally:
-        answer.abort()
 
 
 def abort_all(answers: Sequence[Answer]) -> None:
@@ -194,25 +184,29 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for frame in self._frames():
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        async with aclosing(self._chunks) as chunks:
+            is_last = False
+            while not is_last:
+                body, is_last = await _next_frame(chunks)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _frames(self) -> AsyncIterator[bytes]:
-        try:
-            async with aclosing(self._chunks) as chunks:
-                async for chunk in chunks:
-                    yield frame(chunk)
-            yield DONE
-        except AppError as error:
-            yield frame(envelope(error))
-        except Exception as error:  # noqa: BLE001 - the status is sent already, so the fault goes into the stream
-            yield frame(envelope(unexpected(error, "stream")))
+
+async def _next_frame(chunks: AsyncGenerator[Mapping[str, Any], None]) -> tuple[bytes, bool]:
+    """The next event, and whether it is the last: the mark of the end, or what went wrong."""
+    try:
+        return frame(await anext(chunks)), False
+    except StopAsyncIteration:
+        return DONE, True
+    except AppError as error:
+        return frame(envelope(error)), True
+    except Exception as error:  # noqa: BLE001 - the status is sent already, so the fault goes into the stream
+        return frame(envelope(unexpected(error, "stream"))), True
 
 
 def frame(chunk: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
 def answer_headers(request_id: str, receipt: Receipt) -> dict[str, str]:

@@ -10,11 +10,12 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import AppError
 from engine.request import Delta, FinishReason, Receipt
+from engine.wakes import Wakes
 
 if TYPE_CHECKING:
     from engine.tools.parser import CallParser
@@ -54,14 +55,16 @@ class Answer:
         self._on_end: list[Callable[[Answer], None]] = []
         self._events: deque[Delta | AppError] = deque()
         self._changed = threading.Condition()
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._wakes = Wakes()
         self._is_over = False
         self._is_aborted = False
         self._on_abort: Callable[[AppError | None], object] | None = None
 
-    def bind_abort(self, on_abort: Callable[[AppError | None], object]) -> None:
-        """Set what `abort` and `expire` call; done by the loop at submission."""
+    def bind(self, on_abort: Callable[[AppError | None], object], wakes: Wakes) -> None:
+        """Set what `abort` and `expire` call, and what wakes the reader; done by the loop at submission."""
         self._on_abort = on_abort
+        self._wakes = wakes
 
     def put(self, event: Delta | AppError) -> None:
         """Deliver an event; called by the engine thread. An error or a finish reason ends the answer."""
@@ -85,11 +88,7 @@ class Answer:
             self._changed.notify()
             waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            loop, future = waiter
-            try:
-                loop.call_soon_threadsafe(_wake, future)
-            except RuntimeError:  # The reader's event loop is closed: nobody is waiting any more.
-                self.abort()
+            self._wakes.add(waiter, self.abort)
         for observe in observers:
             observe(self)
 
@@ -100,6 +99,11 @@ class Answer:
                 self._on_end.append(observe)
                 return
         observe(self)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the last event has been taken."""
+        return self._is_over
 
     def expire(self, error: AppError) -> None:
         """End with `error` unless it has ended; what the request holds is free within a step. Thread-safe."""
@@ -131,23 +135,41 @@ class Answer:
             self.abort()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        return _AsyncEvents(self._iterate_async(), self.abort)
+        return _AsyncEvents(self)
 
-    async def _iterate_async(self) -> AsyncGenerator[Delta, None]:
-        try:
-            while not self._is_over:
-                with self._changed:
-                    event = self._events.popleft() if self._events else None
-                    if event is None:
-                        loop = asyncio.get_running_loop()
-                        future: asyncio.Future[None] = loop.create_future()
-                        self._waiter = (loop, future)
-                if event is None:
-                    await future
-                else:
-                    yield self._take(event)
-        finally:
-            self.abort()
+    def poll(self, waiter: asyncio.Future[None]) -> Delta | None:
+        """The next event; where there is none yet, None, and `waiter` is completed when there is.
+
+        Several answers may share a waiter. Raises the error with which the answer ends.
+        """
+        with self._changed:
+            if self._events:
+                event = self._events.popleft()
+            else:
+                self._waiter = waiter
+                return None
+        return self._take(event)
+
+    def poll_all(self, waiter: asyncio.Future[None]) -> Delta | None:
+        """As `poll`, but all tokens that have come make one event: for readers who were slower than the engine."""
+        delta = self.poll(waiter)
+        if delta is None or delta.receipt is not None or not self._events:
+            return delta
+        return self._join(delta)
+
+    def _join(self, first: Delta) -> Delta:
+        deltas = [first]
+        with self._changed:
+            while self._events and isinstance(self._events[0], Delta) and self._events[0].receipt is None:
+                deltas.append(self._take(self._events.popleft()))
+        last = deltas[-1]
+        return Delta(
+            text="".join([delta.text for delta in deltas]),
+            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+        )
 
     def _take(self, event: Delta | AppError) -> Delta:
         """Pass an event on; marks the end before the consumer sees it, so that leaving then aborts nothing."""
@@ -182,25 +204,29 @@ class _Events:
 class _AsyncEvents:
     """The same for coroutines."""
 
-    def __init__(self, events: AsyncGenerator[Delta, None], abort: Callable[[], None]) -> None:
-        self._events = events
-        self._abort = abort
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 
     async def __anext__(self) -> Delta:
-        return await anext(self._events)
+        answer = self._answer
+        while not answer.is_read:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            delta = answer.poll(waiter)
+            if delta is not None:
+                return delta
+            try:
+                await waiter
+            except BaseException:
+                answer.abort()
+                raise
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Abort unless the answer has ended."""
-        await self._events.aclose()
-        self._abort()
+        self._answer.abort()
 
     def __del__(self) -> None:
-        self._abort()
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+        self._answer.abort()

@@ -24,6 +24,7 @@ from engine.runner import LaunchedStep, Runner
 from engine.sampler import INVALID_TOKEN
 from engine.scheduler import AdmissionFault, Plan, PlanItem, Scheduler
 from engine.state import EngineRequest, RequestState, Status
+from engine.wakes import Wakes
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class EngineLoop:
         self._runs_ahead = runs_ahead
         self._checks_integrity = checks_integrity
         self._in_flight: _InFlight | None = None
+        self._wakes = Wakes()
         self._states: dict[str, RequestState] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -99,7 +101,7 @@ class EngineLoop:
         """
         decoding = self._decoding if request.text is None else request.text.decoding
         state = make_state(request, answer, decoding)
-        answer.bind_abort(lambda error: self._post(lambda: self._abort(state, error)))
+        answer.bind(lambda error: self._post(lambda: self._abort(state, error)), self._wakes)
         if not self._post(lambda: self._accept(state)):
             if request.handle is not None:
                 request.handle.release()
@@ -239,8 +241,9 @@ class EngineLoop:
             logger.exception("event=step_failed requests=%s", _request_ids(in_flight.plan))
             self._fail_step(in_flight.plan)
             return
-        for item, token_id, logprob in sampled:
-            self._take_token_guarded(item, token_id, logprob)
+        with self._wakes.gathered():
+            for item, token_id, logprob in sampled:
+                self._take_token_guarded(item, token_id, logprob)
 
     def _fail_step(self, plan: Plan) -> None:
         for item in plan.items:

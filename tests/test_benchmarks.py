@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decode, scale, serve, step_profile, workload
+from benchmarks import decode, scale, serve, step_profile, stream_cost, workload
 from engine import Engine, EngineConfig
 from engine.request import TokenLogprob
 
@@ -165,3 +165,14 @@ def test_serve_refuses_figures_of_answers_by_another_adapter(
     with pytest.raises(SystemExit):
         asyncio.run(run())
     assert "first" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_tokens_way_is_measured_with_http_and_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--step-ms 1 --streams 3 --seconds 0.3 --input-len 4 --output-len 8"
+    figures = figures_of(stream_cost, words, monkeypatch, capsys)["figures"]
+    for way in ("bare", "http"):
+        assert figures[way]["engine_us"] > 0 and figures[way]["server_us"] > 0
+    assert figures["own"]["put_us"] > 0 and figures["own"]["chunk_us"] > 0
+    assert figures["http"]["client"]["answers"] > 0

@@ -11,6 +11,7 @@ import pytest
 from engine.answer import Answer
 from engine.errors import MediaError
 from engine.request import Delta, Receipt
+from engine.wakes import Wakes
 from ui.streaming import Stops, answer_events, batches
 
 pytestmark = pytest.mark.asyncio
@@ -37,7 +38,7 @@ class Source:
 
 def noted_answer(aborted: list[str]) -> Answer:
     answer = Answer("request-1", Receipt(None, None, "base"), [1, 2, 3])
-    answer.bind_abort(lambda _: aborted.append(answer.request_id))
+    answer.bind(lambda _: aborted.append(answer.request_id), Wakes())
     return answer
 
 

@@ -1,0 +1,55 @@
+"""The client of `stream_cost`: many streams at a time, read without an HTTP library, which would cost more than the server.
+
+`python -m benchmarks.stream_client PORT STREAMS REQUEST` asks until its input ends, checks each answer, and prints counts.
+Nothing but the standard library is imported, so that it is under way at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+END_OF_BODY = b"\r\n0\r\n\r\n"  # of a chunked one
+
+
+async def main(port: int, num_streams: int, path: str, body: dict[str, object]) -> None:
+    """Ask, and print."""
+    is_over = asyncio.Event()
+    counts = {"answers": 0, "chunks": 0, "reads": 0}
+    until = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    until.add_done_callback(lambda _: is_over.set())
+    content = json.dumps(body)
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    usage = f'"completion_tokens":{body["max_tokens"]}'.encode()
+
+    async def lane() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while not is_over.is_set():
+            writer.write((head + content).encode())
+            parts: list[bytes] = []
+            tail = b""
+            while tail != END_OF_BODY:
+                parts.append(await reader.read(1 << 16))
+                if not parts[-1] or not parts[0].startswith(b"HTTP/1.1 200"):
+                    parts.append(await reader.read(1 << 16))
+                    raise RuntimeError(f"the server ended an answer: {b''.join(parts)[-600:]!r}")
+                tail = (tail + parts[-1])[-len(END_OF_BODY) :]
+            text = b"".join(parts)
+            if usage not in text or b"data: [DONE]" not in text:
+                raise RuntimeError(f"an answer is not whole: {text[-300:]!r}")
+            counts["answers"] += 1
+            counts["chunks"] += text.count(b"data: ")
+            counts["reads"] += len(parts)
+        writer.close()
+
+    sys.stdout.write("under way\n")
+    sys.stdout.flush()
+    await asyncio.gather(*(lane() for _ in range(num_streams)))
+    sys.stdout.write(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), *json.loads(sys.argv[3])))
