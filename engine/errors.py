@@ -12,6 +12,7 @@ __all__ = [
     "InvalidRequest",
     "MediaError",
     "ModelNotFound",
+    "OutOfMemory",
     "Overloaded",
     "RequestTimeout",
     "UnsupportedModel",
@@ -70,6 +71,13 @@ class EngineFault(AppError):
     status = 500
     error_type = "server_error"
     code = "engine_fault"
+
+
+class OutOfMemory(EngineFault):
+    """The device had no memory for this request, even in a step of its own."""
+
+    status = 503
+    code = "out_of_memory"
 
 
 class EngineClosed(AppError):

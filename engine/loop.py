@@ -19,6 +19,7 @@ from engine.detokenizer import DecodingTable, FastTokenizer
 from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
 from engine.kv_cache import KVCache
 from engine.metrics import LoopCounters
+from engine.recovery import blamed, give_back_memory, step_fault
 from engine.request import Delta, FinishReason, TokenLogprob
 from engine.runner import LaunchedStep, Runner
 from engine.sampler import INVALID_TOKEN
@@ -190,7 +191,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Launch a step, then read the one before it. Thread border: a fault fails the requests of its step alone."""
-        plan = Plan()
+        plan, launched, has_failed = Plan(), None, False
         try:
             plan = self._schedule()
             if plan.items:
@@ -198,25 +199,53 @@ class EngineLoop:
                 self._encode_media(plan)
             elif self._in_flight is None:
                 self._check_progress(plan)
-            launched = None
             if plan.items:
-                launched = _InFlight(plan, self._runner.launch(plan))
-                self._scheduler.advance(plan)
-                self.counters.count(plan)
-        except AdmissionFault as fault:
-            logger.exception("event=admission_failed request=%s", fault.state.request.request_id)
-            self._fail(fault.state, EngineFault("The engine failed while starting this answer; try again."))
+                launched = self._launch(plan)
+        except AdmissionFault as error:
+            logger.exception("event=admission_failed request=%s", error.state.request.request_id)
+            self._fail(error.state, EngineFault("The engine failed while starting this answer; try again."))
             return
-        except Exception:
+        except Exception as error:
             logger.exception("event=step_failed requests=%s", _request_ids(plan))
-            self._fail_step(plan)
-            return
+            give_back_memory(error)
+            has_failed = True
+        # What follows is outside the handler, whose error would keep the failed step's tensors in memory.
         self._settle()
         self._in_flight = launched
+        if has_failed:
+            self._recover(plan)
         if not self._runs_ahead:
             self._settle()
         if self._checks_integrity:
             self._scheduler.check_integrity()
+
+    def _launch(self, plan: Plan) -> _InFlight:
+        launched = _InFlight(plan, self._runner.launch(plan))
+        self._scheduler.advance(plan)
+        self.counters.count(plan)
+        return launched
+
+    def _recover(self, plan: Plan) -> None:
+        """Compute a failed step's requests anew, in halves where that fails again; one that fails by itself is to blame.
+
+        A step that failed has changed nothing but keys and values that are written again.
+        """
+
+        def compute(items: list[PlanItem]) -> EngineFault | None:
+            part = Plan([item for item in items if item.state.status is Status.RUNNING])  # some have just ended
+            if not part.items:
+                return None
+            try:
+                self._in_flight = self._launch(part)
+            except Exception as error:  # noqa: BLE001 - thread border; the trace was logged for the whole step
+                logger.error("event=part_of_step_failed requests=%s kind=%s", _request_ids(part), type(error).__name__)
+                give_back_memory(error)
+                return step_fault(error)
+            self._settle()
+            return None
+
+        for item, cause in blamed(plan.items, compute):
+            self._fail(item.state, cause)
 
     def _schedule(self) -> Plan:
         """The next plan. What runs is read first where the plan depends on it: on its tokens, or on its room."""

@@ -74,7 +74,13 @@ class Penalties:
         `repetition_penalty` (CTRL, arXiv:1909.05858); then those in the output lose `frequency_penalty` times their count,
         and `presence_penalty` once.
         """
-        known = self._read(rows, picked, logits.shape[1])
+        try:
+            known = self._read(rows, picked, logits.shape[1])
+        except Exception:
+            # The table may lack what was counted: these rows are read anew when the step is computed again.
+            for index in picked:
+                self._known.pop(rows[index], None)
+            raise
         touched = [(index, known[index]) for index in picked if known[index].counts]
         if not touched:
             return

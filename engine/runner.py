@@ -102,16 +102,20 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
-        """Start computing the plan; on a GPU this returns long before the device is done."""
+        """Start computing the plan; on a GPU this returns long before the device is done.
+
+        Where it raises, it may be called again for these items: nothing has changed but keys and values of their chunks.
+        """
         graphs = self._graphs
         graph_size = None if graphs is None else graphs.size_for(plan)
         batch = build_batch(plan, self._block_size, graph_size, num_position_rows=self._model.num_position_rows)
         logits = self._forward(plan, batch) if graphs is None or graph_size is None else graphs.run(batch)
+        choice = self._sampler.choose(logits, [item.state.sampler_row for item in batch.sampled])
+        self._flight_tokens.keep(choice.token_ids)
+        # Last, so that a step that fails and is computed again shows its logits once.
         for row, item in enumerate(batch.sampled):
             if item.state.request.on_logits is not None:
                 item.state.request.on_logits(logits[row])
-        choice = self._sampler.choose(logits, [item.state.sampler_row for item in batch.sampled])
-        self._flight_tokens.keep(choice.token_ids)
         return LaunchedStep(batch.sampled, choice)
 
     @torch.inference_mode()

@@ -45,6 +45,7 @@ class SamplerRow:
     is_plain: bool = field(
         init=False, repr=False
     )  # its token is the argmax of the raw logits, nothing else is asked for
+    uniform: float | None = field(init=False, repr=False, default=None)  # drawn for a step that has not succeeded
 
     def __post_init__(self) -> None:
         params = self.params
@@ -111,6 +112,8 @@ class Sampler:
     def choose(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Choice:
         """One token for each row, and its log probability where the row asks for it; never waits for the device.
 
+        Where it raises, a later call for the same rows chooses as this one would have: no random number is lost.
+
         Args:
             logits: [R, V] float32, left as they are, and not needed after the call.
             rows: R rows in the order of `logits`.
@@ -120,6 +123,7 @@ class Sampler:
             return Choice(torch.empty(0, dtype=torch.int64, device=logits.device), None, rows)
         highest, token_ids = likeliest(logits)
         is_valid = highest.isfinite()  # a NaN anywhere in a row is its maximum
+        drawn: list[int] = []
         if not all(row.is_plain for row in rows):
             edited = self._edit(logits, rows)
             if edited is not logits:
@@ -128,7 +132,10 @@ class Sampler:
             if drawn:
                 token_ids = self._draw(edited, token_ids, rows, drawn)
         chosen = torch.where(is_valid, token_ids, INVALID_TOKEN)
-        return Choice(chosen, _packed_logprobs(logits, rows, chosen), rows)
+        choice = Choice(chosen, _packed_logprobs(logits, rows, chosen), rows)
+        for index in drawn:
+            rows[index].uniform = None
+        return choice
 
     def _edit(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """Logits [R, V] with bias, penalties and guides applied; the very same tensor where no row has any."""
@@ -196,10 +203,12 @@ class Sampler:
         """One number in [0, 1) for each row of `drawn`, from the row's own generator or the shared one."""
         shared: list[float] = torch.rand(len(drawn), generator=self._generator, dtype=torch.float64).tolist()
         for position, index in enumerate(drawn):
-            generator = rows[index].generator
+            row, generator = rows[index], rows[index].generator
             if generator is not None:
                 assert generator.device.type == "cpu", "make_generator makes the generators of seeded rows"
-                shared[position] = torch.rand(1, generator=generator, dtype=torch.float64).item()
+                if row.uniform is None:
+                    row.uniform = torch.rand(1, generator=generator, dtype=torch.float64).item()
+                shared[position] = row.uniform
         return shared
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 
-from engine import Engine, EngineConfig, SamplingParams
+from engine import Engine, EngineConfig, SamplingParams, sampler
 from engine.answer import Answer
 from engine.config import LoRAModule
 from engine.detokenizer import DecodingTable, Detokenizer, StopMatcher
@@ -23,6 +25,7 @@ from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
 from engine.loop import EngineLoop
 from engine.request import AudioPart, Delta, Receipt, TextPrompt, TokenPrompt
 from engine.sampler import SamplerRow
+from engine.scheduler import Plan
 from engine.state import EngineRequest, RequestState
 from tests.oracles import random_ids, tone
 
@@ -42,7 +45,7 @@ def drain(answer: Answer) -> list[Delta | AppError]:
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    reader.join(20)
+    reader.join(300)
     assert not reader.is_alive(), "the answer never got its terminal event"
     return events
 
@@ -217,3 +220,150 @@ def test_the_bound_on_being_passed_holds_within_one_step() -> None:
 def test_parameters_that_would_slow_everybody_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         SamplingParams(**settings)
+
+
+def fail_with(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_too_much: Callable[[Plan], bool], error: Exception
+) -> list[Plan]:
+    """Let the model's layers raise, after they have run, in steps that are too much; returns the steps so far."""
+    launch, decode, plans = engine._loop._runner.launch, type(engine.base).decode, list[Plan]()
+
+    def noted(plan: Plan) -> Any:
+        plans.append(plan)
+        return launch(plan)
+
+    def failing(base: Any, *args: Any) -> torch.Tensor:
+        hidden = decode(base, *args)
+        if is_too_much(plans[-1]):
+            raise error
+        return hidden
+
+    monkeypatch.setattr(engine._loop._runner, "launch", noted)
+    monkeypatch.setattr(type(engine.base), "decode", failing)
+    return plans
+
+
+def holds_bad(plan: Plan) -> bool:
+    return any(item.state.request.request_id == "bad" for item in plan.items)
+
+
+SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, logprobs=1, repetition_penalty=1.1)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def start_neighbours(engine: Engine) -> list[Answer]:
+    return [
+        start(engine, sampling, seed=20 + number, lora=[None, "qv", "all"][number % 3])
+        for number, sampling in enumerate([SEEDED, GREEDY, SEEDED, GREEDY, SEEDED])
+    ]
+
+
+def outcome(answer: Answer) -> tuple[list[int], str | None]:
+    events = [event for event in drain(answer) if isinstance(event, Delta)]
+    return [token_id for event in events for token_id in event.token_ids], events[-1].finish_reason
+
+
+def check_idle(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), 503, "out_of_memory"),
+        (RuntimeError("a kernel met something that it cannot do"), 500, "engine_fault"),
+    ],
+    ids=["memory", "other"],
+)
+def test_a_request_whose_step_always_fails_is_found_and_its_neighbours_lose_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
+) -> None:
+    expected = [outcome(answer) for answer in start_neighbours(engine)]
+    with monkeypatch.context() as patch:
+        plans = fail_with(engine, patch, holds_bad, error)
+        neighbours = start_neighbours(engine)
+        bad = drain(start(engine, LONG, seed=9, request_id="bad", lora="rs"))
+        assert [outcome(answer) for answer in neighbours] == expected
+    [fault] = [event for event in bad if isinstance(event, AppError)]
+    assert bad[-1] is fault and (fault.status, fault.code) == (status, code)
+    assert 1 < sum(map(holds_bad, plans)) <= 2 + 3  # the step, once more, and halves of six
+    assert outcome(start(engine, request_id="bad")) == outcome(start(engine))
+    check_idle(engine)
+
+
+def test_a_step_that_is_too_large_for_the_memory_is_computed_in_parts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [outcome(answer) for answer in start_neighbours(engine)]
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    plans = fail_with(engine, monkeypatch, lambda plan: len(plan.items) > 2, error)
+    assert [outcome(answer) for answer in start_neighbours(engine)] == expected
+    assert max(len(plan.items) for plan in plans) > 2
+    check_idle(engine)
+
+
+def test_a_step_that_fails_once_costs_nobody_an_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [outcome(answer) for answer in start_neighbours(engine)]
+    steps = iter(range(10**6))
+    fail_with(engine, monkeypatch, lambda _: next(steps) % 7 == 3, RuntimeError("now and then"))
+    assert [outcome(answer) for answer in start_neighbours(engine)] == expected
+    check_idle(engine)
+
+
+def test_a_request_whose_choice_of_a_token_fails_takes_no_neighbour_along(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault comes after random numbers were drawn: those of the neighbours are not drawn again."""
+    expected = [outcome(answer) for answer in start_neighbours(engine)]
+    packed = sampler._packed_logprobs
+
+    def failing(logits: torch.Tensor, rows: list[SamplerRow], chosen: torch.Tensor) -> torch.Tensor | None:
+        if any(row.params.seed == 666 for row in rows):
+            raise IndexError("a parameter that nobody thought of")
+        return packed(logits, rows, chosen)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "_packed_logprobs", failing)
+        neighbours = start_neighbours(engine)
+        bad = drain(start(engine, SamplingParams(seed=666, max_tokens=400, ignore_eos=True), seed=9))
+        assert [outcome(answer) for answer in neighbours] == expected
+    assert isinstance(bad[-1], EngineFault)
+    check_idle(engine)
+
+
+def test_a_request_whose_text_cannot_be_made_takes_no_neighbour_along(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [outcome(answer) for answer in start_neighbours(engine)]
+    push = StopMatcher.push
+
+    def failing(matcher: StopMatcher, text: str) -> tuple[str, str | None]:
+        if matcher._first_characters == {"\x00"}:
+            raise UnicodeError("a text that nobody thought of")
+        return push(matcher, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StopMatcher, "push", failing)
+        neighbours = start_neighbours(engine)
+        bad = drain(start(engine, SamplingParams(stop=["\x00"], max_tokens=400, ignore_eos=True), seed=9))
+        assert [outcome(answer) for answer in neighbours] == expected
+    assert isinstance(bad[-1], EngineFault)
+    check_idle(engine)
+
+
+def test_an_adapter_whose_numbers_overflow_fails_by_name_and_takes_no_neighbour_along(
+    engine: Engine, llama_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Finite weights, but their products are not; such a request is in the batch again before it is noticed."""
+    expected = [outcome(answer) for answer in start_neighbours(engine)]
+    broken = shutil.copytree(llama_adapters["all"], tmp_path / "broken")
+    tensors = load_file(broken / "adapter_model.safetensors")
+    save_file({name: tensor * 1e25 for name, tensor in tensors.items()}, broken / "adapter_model.safetensors")
+    engine.adapters.load("broken", str(broken))
+    neighbours = start_neighbours(engine)
+    bad = drain(start(engine, LONG, seed=9, lora="broken"))
+    assert [outcome(answer) for answer in neighbours] == expected
+    fault = bad[-1]
+    assert isinstance(fault, EngineFault) and "NaN" in fault.message and "'broken'" in fault.message
+    check_idle(engine)
