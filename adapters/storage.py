@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from adapters.errors import AdapterStoreFault, StorageFull
 
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+# The last is a limit on the size of this process's files (`ulimit -f`).
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -25,15 +25,22 @@ class Server:
 
 
 @contextmanager
-def running_server(words: Sequence[str]) -> Iterator[Server]:
+def running_server(
+    words: Sequence[str], environ: Mapping[str, str] | None = None, *, wrapper: Sequence[str] = ()
+) -> Iterator[Server]:
     """`python app.py` with these words on a free port, ready to answer, and ended by a signal.
+
+    Args:
+        words: flags.
+        environ: variables beside this process's own; those that are settings are left out.
+        wrapper: a command that runs the command that is added to it.
 
     Raises:
         RuntimeError: it does not start; with the end of its log.
     """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SWITCHBOARD_", "VLLM_"))}
-    command = [sys.executable, "app.py", *words, "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("SWITCHBOARD_", "VLLM_"))}
+    command = [*wrapper, sys.executable, "app.py", *words, "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, env={**own, **(environ or {})}, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     log: list[str] = []
     reader = threading.Thread(target=log.extend, args=(process.stderr,), daemon=True)
