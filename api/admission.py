@@ -1,4 +1,4 @@
-"""Lets prompts into the engine: how many may wait, and how long an answer may take.
+"""Lets prompts into the engine: how many may wait, and how long a request may take.
 
 One for a server, whoever asks. Knows nothing of credentials or routes. Used by `service`.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import Overloaded, RequestTimeout
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.intake import HeldRoute
     from engine.request import Prompt, SamplingParams
+
+T = TypeVar("T")
 
 
 class Admission:
@@ -55,26 +58,42 @@ class Admission:
         n: int,
         request_id: str | None,
         held: HeldRoute | None = None,
+        deadline: float | None = None,
     ) -> list[Answer]:
-        """Start `n` answers; each ends with `RequestTimeout` where it takes too long, counted from now.
+        """Start `n` answers; each ends with `RequestTimeout` where it is not done by the `deadline`.
+
+        Args:
+            prompt, sampling, model, lora, n, request_id, held: as `Engine.start` takes them.
+            deadline: of the request that these answers are a part of; where it is None they are all of it.
 
         Raises:
             Overloaded: too many wait already.
             RequestTimeout: the answers could not even be started in time.
         """
+        deadline = self.deadline() if deadline is None else deadline
+        if asyncio.get_running_loop().time() >= deadline:
+            raise self._too_slow()
         self.check_room()
-        loop = asyncio.get_running_loop()
-        began_at = loop.time()
         starting = self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id, held=held)
-        try:
-            answers = await asyncio.wait_for(starting, self._timeout_s)
-        except asyncio.TimeoutError:
-            raise self._too_slow() from None
-        if self._timeout_s is not None:
+        answers = await self.in_time(starting, deadline)
+        if deadline < math.inf:
+            loop = asyncio.get_running_loop()
             for answer in answers:
-                timer = loop.call_at(began_at + self._timeout_s, answer.expire, self._too_slow())
+                timer = loop.call_at(deadline, answer.expire, self._too_slow())
                 answer.on_end(partial(_cancel, loop, timer.cancel))
         return answers
+
+    def deadline(self) -> float:
+        """When a request that comes now must have ended, on the event loop's clock in seconds."""
+        return math.inf if self._timeout_s is None else asyncio.get_running_loop().time() + self._timeout_s
+
+    async def in_time(self, work: Awaitable[T], deadline: float) -> T:
+        """Await `work`; where it is not done by the deadline, cancel it and raise `RequestTimeout`."""
+        left = None if deadline == math.inf else max(0.0, deadline - asyncio.get_running_loop().time())
+        try:
+            return await asyncio.wait_for(work, left)
+        except asyncio.TimeoutError:
+            raise self._too_slow() from None
 
     async def _start(
         self,

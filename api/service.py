@@ -1,36 +1,32 @@
 """The one layer that HTTP routes and the browser app call: prompts in, answers out, adapters managed.
 
-Owns limits that every way in must obey (queue length, token ids in the vocabulary, leave to change adapters) and the
-model cards. Knows nothing of HTTP. Blocking work of the adapter manager runs in worker threads.
+Owns limits that every way in must obey (queue length, time, token ids in the vocabulary, what a caller may ask) and the
+model cards; `adapter_service` is the part of it that changes adapters. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from adapters.errors import AdapterNotFound
+from api.adapter_service import AdapterService
 from api.admission import Admission
-from api.audit import Audit
 from api.auth import Policy
 from api.cards import adapter_card, base_card
-from api.errors import PermissionDenied, RuntimeUpdatingOff
+from api.errors import PermissionDenied
 from api.logprobs import TokenTexts
 from api.metrics import Metrics
 from api.settings import ServerSettings
 from api.tenants import Caller, Role
 from api.transcript import TranscriptEvent, transcribe_recording
-from api.turns import KeyedTurns
-from engine.errors import AppError, InvalidRequest, ModelNotFound
+from engine.errors import InvalidRequest, ModelNotFound
 from engine.request import (
     AudioPart,
     ChatPrompt,
@@ -44,28 +40,16 @@ from engine.request import (
 from engine.routing import AUTO, RESERVED_NAMES
 
 if TYPE_CHECKING:
-    from adapters.manager import AdapterManager
-    from adapters.records import AdapterInfo, VersionInfo
-    from adapters.resolvers import DownloadInfo
-    from adapters.upload import ProbeReport, UploadReport
     from engine.answer import Answer
     from engine.engine import Engine, EngineStats
     from engine.intake import HeldRoute
     from engine.tools.spec import ToolUse
 
-T = TypeVar("T")
-Params = ParamSpec("Params")
-
-MANAGER_THREADS = 8
-LOAD_THREADS = 8
 RECORDING_THREADS = 4  # decoding an hour takes memory
-UploadFiles = Mapping[str, Path | bytes | BinaryIO]
-
-
 _MAX_TOKEN_IDS = 2_000_000
 
 
-class Service:
+class Service(AdapterService):
     """An engine and the rules of this server.
 
     Attributes:
@@ -77,19 +61,12 @@ class Service:
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        self.engine = engine
-        self.settings = settings
+        super().__init__(engine, settings)
         self.policy = Policy(settings)
-        self.caller = Caller("the server", Role.ADMIN)
-        self._audit = Audit(None if settings.audit_log is None else Path(settings.audit_log))
         self._root = self
         self._admission = Admission(engine, settings)
         self.metrics = Metrics(engine, lambda: self._admission.num_waiting)
-        # What only looks or points never waits behind what reads files or fetches them.
-        self._pool = ThreadPoolExecutor(MANAGER_THREADS, thread_name_prefix="adapters")
         self._recording_pool = ThreadPoolExecutor(RECORDING_THREADS, thread_name_prefix="recordings")
-        self._load_pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="adapter-changes")
-        self._turns = KeyedTurns()
 
     def for_caller(self, caller: Caller) -> Service:
         """This service as it is for a caller: with the caller's adapters alone, and against the caller's share."""
@@ -163,17 +140,21 @@ class Service:
         self.engine.transcription_prompt(audio, language=language, prompt=prompt)
         self._check_caller({"audio"}, model, lora)
         base_id = request_id or uuid.uuid4().hex
-        held = await self.engine.hold({"audio"}, model=model, lora=lora)
+        deadline = self._admission.deadline()
+        held = await self._admission.in_time(self.engine.hold({"audio"}, model=model, lora=lora), deadline)
         try:
-            recording = await asyncio.get_running_loop().run_in_executor(
+            reading = asyncio.get_running_loop().run_in_executor(
                 self._recording_pool, self.engine.recordings.read, audio
             )
+            recording = await self._admission.in_time(reading, deadline)
 
             async def start_piece(index: int) -> Answer:
                 part = recording.part(recording.pieces[index], audio.param)
                 chat = self.engine.transcription_prompt(part, language=language, prompt=prompt)
                 piece_id = base_id if len(recording.pieces) == 1 else f"{base_id}-{index}"
-                [answer] = await self._start("transcriptions", chat, chosen, n=1, request_id=piece_id, held=held)
+                [answer] = await self._start(
+                    "transcriptions", chat, chosen, n=1, request_id=piece_id, held=held, deadline=deadline
+                )
                 return answer
 
             num_at_once = max(1, self.engine.config.max_num_seqs // 2)
@@ -195,6 +176,7 @@ class Service:
         n: int,
         request_id: str | None,
         held: HeldRoute | None = None,
+        deadline: float | None = None,
     ) -> list[Answer]:
         self._check(sampling)
         if isinstance(prompt, TokenPrompt):
@@ -202,7 +184,7 @@ class Service:
         if held is None:  # else this is a piece of a request that was checked as a whole
             self._check_caller(modalities_of(prompt), model, lora)
         answers = await self._admission.start(
-            prompt, sampling, model=model, lora=lora, n=n, request_id=request_id, held=held
+            prompt, sampling, model=model, lora=lora, n=n, request_id=request_id, held=held, deadline=deadline
         )
         self.metrics.watch(route, answers)
         for answer in answers:
@@ -302,145 +284,6 @@ class Service:
     def is_admin(self, authorization: str | None) -> bool:
         """Whether a request with this `Authorization` header may change adapters, as far as its credential goes."""
         return self.policy.role_of(authorization) is Role.ADMIN
-
-    # Adapters
-
-    @property
-    def adapters(self) -> AdapterManager:
-        """The adapter manager."""
-        return self.engine.adapters
-
-    def require_updates(self) -> None:
-        """Raise `RuntimeUpdatingOff` unless adapters may be changed while the server runs."""
-        if not self.engine.config.enable_lora:
-            raise InvalidRequest("This server was started with --no-enable-lora and serves no adapters.")
-        if not self.settings.allow_runtime_lora_updating:
-            raise RuntimeUpdatingOff(
-                "Adapters cannot be changed while this server runs; start it with --allow-runtime-lora-updating."
-            )
-
-    async def _manage(self, work: Callable[Params, T], *args: Params.args, **kwargs: Params.kwargs) -> T:
-        """Run a call of the manager that blocks for moments only."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
-
-    async def _change(
-        self, action: str, name: str, work: Callable[Params, T], *args: Params.args, **kwargs: Params.kwargs
-    ) -> T:
-        """Run a call of the manager that may read files for a name; those who wait for the name's turn hold no thread."""
-        with self._audit.change(self.caller.name, action, name):
-            async with self._turns.hold(name):
-                return await asyncio.get_running_loop().run_in_executor(self._load_pool, partial(work, *args, **kwargs))
-
-    async def list_adapters(self) -> list[AdapterInfo]:
-        """Every adapter that has a name, and exists for the caller."""
-        return [info for info in await self._manage(self.adapters.list) if self.caller.may_use(info.name)]
-
-    def _check_exists(self, name: str) -> None:
-        if not self.caller.may_use(name):
-            raise AdapterNotFound(f"The model `{name[:200]}` does not exist.", param="model")
-
-    async def get_adapter(self, name: str) -> AdapterInfo:
-        """One adapter; raises `AdapterNotFound`."""
-        self._check_exists(name)
-        return await self._manage(self.adapters.get, name)
-
-    @property
-    def default_mm_loras(self) -> dict[str, str]:
-        """Modality -> the adapter that answers it by itself, as far as that exists for the caller."""
-        defaults = self.engine.default_mm_loras
-        return {modality: name for modality, name in defaults.items() if self.caller.may_use(name)}
-
-    def is_on_disk(self, name: str) -> bool:
-        """Whether an adapter must be read before it can answer; False for a name that does not exist."""
-        return self.adapters.contains(name) and self.adapters.get(name).state == "disk"
-
-    async def prefetch_adapter(self, name: str) -> None:
-        """Begin to bring an adapter into memory, for one that will probably be asked for next; nothing for an unknown name."""
-        try:
-            await self.get_adapter(name)
-        except AdapterNotFound:
-            return
-        self.engine.prefetch(name)
-
-    async def export_adapter(self, name: str) -> Path:
-        """A new zip of an adapter's files, which the caller deletes; raises `AdapterNotFound`, or that files are gone."""
-        self._check_exists(name)
-        return await asyncio.get_running_loop().run_in_executor(self._load_pool, self._export, name)
-
-    def _export(self, name: str) -> Path:
-        with tempfile.NamedTemporaryFile(prefix="adapter-", suffix=".zip", delete=False) as target:
-            try:
-                self.adapters.export(name, target)
-            except BaseException:
-                Path(target.name).unlink()
-                raise
-        return Path(target.name)
-
-    async def load_adapter(
-        self, name: str, path: str, *, load_inplace: bool = False, base_model_name: str | None = None
-    ) -> AdapterInfo:
-        """Load an adapter from a folder, hub id or address; raises `AppError`."""
-        self.require_updates()
-        return await self._change(
-            "load", name, self.adapters.load, name, path, load_inplace=load_inplace, base_model_name=base_model_name
-        )
-
-    def downloads(self) -> list[DownloadInfo]:
-        """Adapters that are being downloaded now."""
-        return self.engine.sources.downloads.list()
-
-    async def unload_adapter(self, name: str) -> None:
-        """Take an adapter's name away; answers under way end on it. Raises `AdapterNotFound`."""
-        self.require_updates()
-        with self._audit.change(self.caller.name, "unload", name):
-            async with self._turns.hold(name):
-                await self._manage(self.adapters.unload, name)
-
-    async def delete_adapter(self, name: str) -> None:
-        """Unload an adapter and delete the files of an upload; raises `AdapterNotFound`."""
-        self.require_updates()
-        with self._audit.change(self.caller.name, "delete", name):
-            async with self._turns.hold(name):
-                await self._manage(self.adapters.delete, name)
-
-    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
-        """Keep an adapter in CPU memory, or stop doing so; raises `AdapterNotFound`."""
-        self.require_updates()
-        await self._change("pin" if is_pinned else "unpin", name, self.adapters.pin, name, is_pinned)
-        return await self.get_adapter(name)
-
-    async def roll_back_adapter(self, name: str, generation: str) -> AdapterInfo:
-        """Point a name to one of its versions; raises `AdapterNotFound`, or why that version cannot be had."""
-        self.require_updates()
-        return await self._change("roll_back", name, self.adapters.rollback, name, generation)
-
-    async def set_default_for(self, name: str, modalities: Sequence[str]) -> AdapterInfo:
-        """Let an adapter answer exactly these modalities by itself; raises `AppError`."""
-        self.require_updates()
-        return await self._change("set_default", name, self.engine.set_default_for, name, modalities)
-
-    async def adapter_versions(self, name: str) -> list[VersionInfo]:
-        """What a name points to and what it can be rolled back to, newest first; raises `AdapterNotFound`."""
-        self._check_exists(name)
-        return await self._manage(self.adapters.versions, name)
-
-    async def inspect_upload(self, files: UploadFiles) -> UploadReport:
-        """Check an upload, try it out, and keep nothing of it."""
-        return await asyncio.get_running_loop().run_in_executor(self._load_pool, self.engine.inspect_upload, files)
-
-    async def probe_adapter(self, name: str) -> ProbeReport | None:
-        """How much an adapter changes the base model's answers; None where it cannot be tried any more."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._load_pool, self.engine.probe, name)
-        except AppError:
-            return None
-
-    async def install_upload(self, name: str, files: UploadFiles, *, load_inplace: bool = False) -> AdapterInfo:
-        """Store an uploaded adapter and list it; it is there again after a restart. Raises `AppError`."""
-        self.require_updates()
-        return await self._change("upload", name, self.adapters.install_upload, name, files, load_inplace=load_inplace)
-
-    # Model cards
 
     async def model_cards(self) -> list[dict[str, Any]]:
         """The base model's cards, one for each of its names, then one for each adapter."""

@@ -71,7 +71,10 @@ class ServerSettings:
         512, "requests that may wait; further ones are answered 429", parse=int, metavar="N"
     )
     request_timeout: float = setting(
-        600.0, "longest time for one answer, from its arrival to its end; 0 is no limit", parse=float, metavar="SECONDS"
+        600.0,
+        "longest time for one request, a whole recording too, from its arrival to its end; 0 is no limit",
+        parse=float,
+        metavar="SECONDS",
     )
     drain_seconds: float = setting(
         5.0, "how long answers under way may take to end after Ctrl-C", parse=float, metavar="SECONDS"

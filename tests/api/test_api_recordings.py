@@ -21,11 +21,12 @@ from api.service import Service
 from api.settings import ServerSettings
 from api.transcript import TranscriptDelta, TranscriptEvent, TranscriptSegment, TranscriptStart
 from engine import Engine
-from engine.errors import InvalidRequest, MediaError, Overloaded
+from engine.errors import InvalidRequest, MediaError, Overloaded, RequestTimeout
 from engine.recording import Joint
 from engine.request import AudioPart, SamplingParams
 from engine.transcription import TranscriptPrompts
 from engine.wordings import Wording
+from tests.api.test_api_chat import eventually
 from tests.engine.test_media import FILES
 from tests.oracles import tone
 
@@ -421,3 +422,29 @@ def test_texts_are_joined_by_a_space_where_the_script_has_one() -> None:
     assert joined(["one", "two ", "three", " four"]) == "one two three four"
     assert joined(["你好", "再见", "yes"]) == "你好再见 yes"
     assert joined(["", "one", "", "two"]) == "one two"
+
+
+@pytest.mark.asyncio
+async def test_the_time_that_a_request_may_take_is_for_the_whole_recording(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four pieces one after the other, each well within the time."""
+    start = tiny_engine.start
+
+    async def slow(*args: Any, **named: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await start(*args, **named)
+
+    monkeypatch.setattr(tiny_engine, "start", slow)
+    monkeypatch.setattr(tiny_engine, "config", replace(tiny_engine.config, max_num_seqs=2))
+    service, seen = Service(tiny_engine, ServerSettings(request_timeout=0.6).resolve()), list[TranscriptEvent]()
+
+    async def read() -> None:
+        async with aclosing(service.transcribe(AudioPart((SAMPLES, RATE)), GREEDY)) as events:
+            async for event in events:
+                seen.append(event)
+
+    with pytest.raises(RequestTimeout):
+        await read()
+    assert len([event for event in seen if isinstance(event, TranscriptSegment)]) < len(BURSTS)
+    assert await asyncio.to_thread(eventually, lambda: tiny_engine.stats().num_running == 0)
