@@ -9,6 +9,8 @@ from adapters.errors import InvalidAdapterName
 
 MAX_NAME_LEN = 128
 ALLOWED = "letters, digits and . _ - : @ + / (for example team/sql-v2), beginning with a letter or digit"
+# `GET /v1/adapters/NAME/download` are an adapter's files, so no other adapter can have that path.
+RESERVED_ENDING = "/download"
 # Values of a request's `lora` field that mean something else.
 KEYWORDS = frozenset({"auto", "none"})
 
@@ -25,6 +27,12 @@ def check_name(name: str, reserved: Collection[str] = (), *, param: str = "lora_
         )
     if _NAME.fullmatch(name) is None:
         raise InvalidAdapterName(f"the adapter's name {name!r} is not allowed; use {ALLOWED}", param=param)
+    if name.endswith(RESERVED_ENDING):
+        raise InvalidAdapterName(
+            f"the adapter's name {name!r} ends in {RESERVED_ENDING}, under which another adapter's files are fetched; use "
+            "another one",
+            param=param,
+        )
     if name in KEYWORDS:
         raise InvalidAdapterName(
             f"{name!r} cannot name an adapter: it has a meaning of its own in requests", param=param

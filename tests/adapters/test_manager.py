@@ -97,7 +97,7 @@ def test_an_unknown_name_is_not_found(make: Make) -> None:
 @pytest.mark.parametrize(
     "name",
     ["", "base", "none", "auto", "../x", "a/../b", "/x", "x/", "a//b", ".x", "a/.b", "with space", "tab\t", "ünï", "x\n",
-     "a" * 129, "a\\b", "x?y", "x#y", "%2e", "'", '"', "<b>", "\0"],
+     "a" * 129, "a/download", "a\\b", "x?y", "x#y", "%2e", "'", '"', "<b>", "\0"],
 )  # fmt: skip
 def test_names_that_cannot_be_adapters_are_refused(make: Make, reference: Path, name: str) -> None:
     manager = make()
