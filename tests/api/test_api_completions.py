@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -122,3 +123,25 @@ def test_token_routes_refuse_by_field(
 ) -> None:
     answer = http.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def chunks_of(http: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    text = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, **body}).text
+    *lines, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+def test_usage_is_not_in_a_stream_unless_asked_for(http: httpx.Client, base_model: str, options: Any) -> None:
+    chunks = chunks_of(http, {"model": base_model, "stream": True, "stream_options": options})
+    assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+
+
+def test_usage_on_request_is_one_last_chunk_and_counts_what_was_cached(http: httpx.Client) -> None:
+    body = {"model": "style", "prompt": PROMPT * 8, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    chunks_of(http, body)
+    *chunks, last = chunks_of(http, body)
+    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
+    assert 0 < last["usage"]["prompt_tokens_details"]["cached_tokens"] < last["usage"]["prompt_tokens"]
