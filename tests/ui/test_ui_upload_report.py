@@ -88,7 +88,12 @@ def test_mixed_ranks_doubts_and_faults_are_told() -> None:
     ("probe", "verdict", "said"),
     [
         (ProbeReport(0.4257, 0.25, 16, "effect"), "passed", "in 25% of 16 places (mean KL 0.43)"),
-        (ProbeReport(0.0042, 0.0, 16, "slight effect"), "passed", "it changes little, 0% of 16"),
+        (ProbeReport(0.0042, 0.0625, 16, "slight effect"), "passed", "it changes little, 6% of 16"),
+        (
+            ProbeReport(0.0042, 0.0, 16, "slight effect"),
+            "passed",
+            "how likely words are, not which is likeliest (16 places",
+        ),
         (ProbeReport(0.0, 0.0, 16, "no effect"), "warning", "no effect"),
         (ProbeReport(None, None, 3, "broken"), "warning", "its numbers are broken"),
         (ProbeReport(None, None, 0, "not measured"), "warning", "Its effect is unknown"),
