@@ -20,7 +20,7 @@ from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
 from engine.kv_cache import KVCache
 from engine.metrics import LoopCounters
 from engine.recovery import blamed, give_back_memory, step_fault
-from engine.request import Delta, FinishReason, TokenLogprob
+from engine.request import PROBE, Delta, FinishReason, TokenLogprob
 from engine.runner import LaunchedStep, Runner
 from engine.sampler import INVALID_TOKEN
 from engine.scheduler import AdmissionFault, Plan, PlanItem, Scheduler
@@ -355,7 +355,8 @@ class EngineLoop:
         self._states.pop(state.request.request_id, None)
         if state.request.handle is not None:
             state.request.handle.release()
-        self.counters.num_finished[outcome] += 1
+        if state.request.receipt.reason != PROBE:
+            self.counters.num_finished[outcome] += 1
         state.answer.put(event)
 
 

@@ -66,6 +66,10 @@ class StepMetrics:
         self.num_adapters.observe(len({item.state.lora_slot for item in plan.items if item.state.lora_slot >= 0}))
 
 
+MAX_COUNTED_NAMES = 1024
+"""Of adapters that come and go for months."""
+
+
 @dataclasses.dataclass
 class LoopCounters:
     """What the loop has done since the start."""
@@ -76,6 +80,8 @@ class LoopCounters:
     num_finished: Counter[str] = dataclasses.field(default_factory=Counter)
     batch_by_adapter: dict[str, int] = dataclasses.field(default_factory=dict)
     """Requests of the latest step by adapter name; the base model is `base`."""
+    rows_by_adapter: Counter[str] = dataclasses.field(default_factory=Counter)
+    """The same summed over all steps; names beyond `MAX_COUNTED_NAMES` begin anew once they are in no batch."""
     steps: StepMetrics = dataclasses.field(default_factory=StepMetrics)
 
     def count(self, plan: Plan) -> None:
@@ -85,3 +91,6 @@ class LoopCounters:
         for item in plan.items:
             self.prompt_tokens += max(0, min(item.end, item.state.prompt_len) - item.start)
         self.batch_by_adapter = dict(Counter(item.state.request.receipt.name or "base" for item in plan.items))
+        self.rows_by_adapter.update(self.batch_by_adapter)
+        if len(self.rows_by_adapter) > MAX_COUNTED_NAMES:
+            self.rows_by_adapter = Counter({name: self.rows_by_adapter[name] for name in self.batch_by_adapter})

@@ -29,6 +29,7 @@ from engine.config import EMBEDDED_ASSETS
 from engine.errors import EngineClosed
 from engine.prompt import BuiltPrompt
 from engine.request import (
+    PROBE,
     AudioPart,
     ChatPrompt,
     ImagePart,
@@ -176,7 +177,7 @@ class Prober:
         """[V] float64 of the token after `token_ids`. Raises `_TooLate` and `AppError`."""
         row = _Row()
         digest = None if handle is None else handle.generation.digest
-        receipt = Receipt(None if handle is None else handle.name, digest, "probe")
+        receipt = Receipt(None if handle is None else handle.name, digest, PROBE)
         prompt_positions, position_delta = self._place(replace(built, token_ids=token_ids))
         request = EngineRequest(
             request_id=f"probe-{uuid.uuid4().hex}",

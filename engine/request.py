@@ -190,6 +190,10 @@ class LoRARequest:
     lora_path: str = ""
 
 
+PROBE = "probe"
+"""The reason on the receipts of the engine's own requests, which try an adapter out."""
+
+
 @dataclass(frozen=True)
 class Receipt:
     """Which adapter answered, why, and what it cost to get there.

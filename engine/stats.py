@@ -43,6 +43,7 @@ class EngineStats:
     encoder_bytes: int
     num_finished: dict[str, int]
     batch_by_adapter: dict[str, int]
+    rows_by_adapter: dict[str, int]
     lora_rows_used: int
     lora_rows_total: int
     lora_row_loads: int
@@ -76,6 +77,7 @@ def take_stats(
         steps=counters.steps,
         num_finished=dict(counters.num_finished),
         batch_by_adapter=dict(counters.batch_by_adapter) if scheduler.has_work else {},
+        rows_by_adapter=dict(counters.rows_by_adapter),
         lora_rows_used=len(slots.resident()) if slots else 0,
         lora_rows_total=slots.num_slots if slots else 0,
         lora_row_loads=slots.loads if slots else 0,

@@ -11,6 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from ui.memory_chart import once_each
 from ui.receipt import short_digest
 from ui.text import Texts
 
@@ -31,8 +32,8 @@ STATE_CHIPS = {"gpu": "good", "cpu": "accent", "disk": "plain", "failed": "bad"}
 
 def figures_html(text: Texts, adapters: Sequence[AdapterInfo], *, num_slots: int) -> str:
     """The four figures on top."""
-    resident = [adapter for adapter in adapters if adapter.state == "gpu"]
-    in_memory = [adapter for adapter in adapters if adapter.state in ("gpu", "cpu")]
+    resident = once_each([adapter for adapter in adapters if adapter.state == "gpu"])
+    in_memory = once_each([adapter for adapter in adapters if adapter.state in ("gpu", "cpu")])
     num_bytes = sum(adapter.num_bytes for adapter in in_memory)
     cells = (
         ("count", str(len(adapters)), ""),

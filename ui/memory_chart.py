@@ -23,6 +23,7 @@ def memory_html(text: Texts, adapters: Sequence[AdapterInfo], stats: EngineStats
     Without `stats`, which count all adapters of the server, the notes count those that are shown.
     """
     by_tier = {tier: [info for info in adapters if info.state in states] for tier, states in TIERS.items()}
+    by_tier |= {tier: once_each(by_tier[tier]) for tier in ("gpu", "cpu")}
     longest = max((_num_bytes(infos) for infos in by_tier.values()), default=0) or 1
     notes = {"disk": text("memory.disk_note")}
     if stats is None:
@@ -32,6 +33,11 @@ def memory_html(text: Texts, adapters: Sequence[AdapterInfo], stats: EngineStats
         notes["cpu"] = _cpu_note(text, stats)
     rows = "".join(_tier(text, tier, infos, longest, notes[tier]) for tier, infos in by_tier.items())
     return f"<section class='memory'><h2>{escape(text('memory.title'))}</h2><dl>{rows}</dl></section>"
+
+
+def once_each(adapters: Sequence[AdapterInfo]) -> list[AdapterInfo]:
+    """One adapter for each content: in memory, names with equal content share it."""
+    return list({info.generation or info.name: info for info in adapters}.values())
 
 
 def _num_bytes(infos: Sequence[AdapterInfo]) -> int:

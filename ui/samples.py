@@ -28,7 +28,7 @@ class Sample:
         tokens_per_s, prompt_tokens_per_s: generated and read tokens.
         kv_share: share of the KV blocks in use, 0 to 1.
         num_waiting: requests that no step has had yet.
-        batch: adapter -> its requests in the latest batch; the base model under its own name.
+        batch: adapter -> its requests in a batch, as a mean over the batches since the sample before; the base model is `base`.
         loads, evictions: of adapters into rows and out of them or of CPU memory, since the sample before.
     """
 
@@ -37,7 +37,7 @@ class Sample:
     prompt_tokens_per_s: float
     kv_share: float
     num_waiting: int
-    batch: dict[str, int]
+    batch: dict[str, float]
     loads: int
     evictions: int
 
@@ -78,13 +78,16 @@ class Samples:
 
 def _sample(old: EngineStats, new: EngineStats, now: float, gap_s: float) -> Sample:
     evictions = new.lora_row_evictions - old.lora_row_evictions + new.adapters.evictions - old.adapters.evictions
+    num_steps = max(1, new.num_steps - old.num_steps)
+    rows = {name: count - old.rows_by_adapter.get(name, 0) for name, count in new.rows_by_adapter.items()}
+    batch = {name: count / num_steps for name, count in rows.items() if count > 0}
     return Sample(
         at=now,
         tokens_per_s=(new.generated_tokens - old.generated_tokens) / gap_s,
         prompt_tokens_per_s=(new.prompt_tokens - old.prompt_tokens) / gap_s,
         kv_share=new.kv_blocks_used / new.kv_blocks_total if new.kv_blocks_total else 0.0,
         num_waiting=new.num_waiting,
-        batch=dict(new.batch_by_adapter),
+        batch=batch,
         loads=new.lora_row_loads - old.lora_row_loads,
         evictions=evictions,
     )

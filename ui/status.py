@@ -176,7 +176,7 @@ def _batch_plot(
         if names & running
     ]
     top = round_up(max(counts, default=0.0))
-    now = f"{counts[-1] if counts else 0:.0f}"
+    now = f"{counts[-1] if counts else 0:.3g}"
     return plot_html(
         text("status.plot.batch"),
         now,

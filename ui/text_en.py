@@ -73,9 +73,9 @@ ENGLISH: Mapping[str, str] = {
     "history.json": "Export as JSON",
     # the card of the chosen adapter
     "card.none": "The base model answers, whatever the message holds.",
-    "card.auto": "{rules}; everything else to the base model.",
+    "card.auto": "{rules}; all others to the base model.",
     "card.auto_empty": "No adapter is a default, so the base model answers. Make one the default in the Adapters tab.",
-    "card.rule": "Messages with {media} go to {name}",
+    "card.rule": "Conversations with {media} go to {name}",
     "card.rule_next": "those with {media} to {name}",
     "card.generation": "Generation",
     "card.rank": "Rank",

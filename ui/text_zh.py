@@ -75,7 +75,7 @@ CHINESE: Mapping[str, str] = {
     "card.none": "无论消息内容如何，都由基础模型回答。",
     "card.auto": "{rules}；其余交给基础模型。",
     "card.auto_empty": "没有默认适配器，因此由基础模型回答。可在“适配器”页设置默认。",
-    "card.rule": "含{media}的消息交给 {name}",
+    "card.rule": "含{media}的对话交给 {name}",
     "card.rule_next": "含{media}的交给 {name}",
     "card.generation": "版本",
     "card.rank": "秩",

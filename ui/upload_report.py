@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from ui.text import Texts
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from adapters.upload import ProbeReport, UploadReport
 
 Verdict = Literal["passed", "warning", "failed"]
+
+DOCUMENTS = ("readme", "license", "licence", "notice", ".gitattributes")
+"""How the names of files begin that lie beside most adapters and that no server needs."""
 
 # What is typed into a card outlives a new drawing of the report, which happens while other cards are being checked.
 REPORT_SCRIPT = """
@@ -141,7 +144,8 @@ def report_lines(text: Texts, parcel: Parcel) -> list[tuple[Verdict, str]]:
     if report.probe is not None:
         lines.append(_probe_line(text, report.probe))
     if report.ignored:
-        lines.append(("warning", text("report.ignored", files=", ".join(report.ignored))))
+        is_usual = all(PurePosixPath(name).name.lower().startswith(DOCUMENTS) for name in report.ignored)
+        lines.append(("passed" if is_usual else "warning", text("report.ignored", files=", ".join(report.ignored))))
     return lines + [("failed", _sentence(error)) for error in report.errors]
 
 

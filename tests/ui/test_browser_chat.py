@@ -91,7 +91,7 @@ def test_a_chosen_adapter_shows_its_card_and_is_fetched_before_it_is_asked_for(
     fetched: list[str] = []
     monkeypatch.setattr(live.engine, "prefetch", fetched.append)
     card = chat.page.locator("#adapter-card")
-    expect(card).to_contain_text("Messages with audio go to speech; everything else to the base model.")
+    expect(card).to_contain_text("Conversations with audio go to speech; all others to the base model.")
     chat.choose_adapter("pirate")
     info = live.engine.adapters.get("pirate")
     expect(card).to_contain_text((info.generation or "").removeprefix("sha256:")[:8])

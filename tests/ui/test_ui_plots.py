@@ -27,7 +27,8 @@ class Looks:
     kv_blocks_used: int = 0
     kv_blocks_total: int = 10
     num_waiting: int = 0
-    batch_by_adapter: dict[str, int] = dataclasses.field(default_factory=dict)
+    num_steps: int = 0
+    rows_by_adapter: dict[str, int] = dataclasses.field(default_factory=dict)
     lora_row_loads: int = 0
     lora_row_evictions: int = 0
     adapters: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(evictions=0))
@@ -44,7 +45,12 @@ def test_a_sample_is_what_happened_since_the_one_before() -> None:
     samples.take(look(generated_tokens=150, kv_blocks_used=5, lora_row_loads=2), now=12.0)
     [sample] = samples.recent()
     assert (sample.tokens_per_s, sample.kv_share, sample.loads) == (25.0, 0.5, 2)
-    samples.take(look(generated_tokens=150), now=12.0 + WINDOW_S + 1)
+    # Batches between two looks are seen, however short the answers were.
+    samples.take(look(num_steps=4, rows_by_adapter={"sql": 6, "base": 2}), now=14.0)
+    assert samples.recent()[-1].batch == {"sql": 1.5, "base": 0.5}
+    samples.take(look(num_steps=4, rows_by_adapter={"sql": 6, "base": 2}), now=16.0)
+    assert samples.recent()[-1].batch == {}
+    samples.take(look(generated_tokens=150), now=16.0 + WINDOW_S + 1)
     assert len(samples.recent()) == 1
 
 
@@ -52,7 +58,7 @@ def test_names_that_a_visitor_does_not_know_are_not_told() -> None:
     samples = Samples()
     samples.take(look())
     samples._previous = (samples._previous[0] - 2, samples._previous[1]) if samples._previous else None
-    samples.take(look(batch_by_adapter={"secret": 2, "sql": 1, "base": 1}))
+    samples.take(look(rows_by_adapter={"secret": 2, "sql": 1, "base": 1}))
     drawn = plots_html(Texts(), samples, ["sql"])
     assert "sql" in drawn and "Others" in drawn and "Base model" in drawn
     assert "secret" not in drawn

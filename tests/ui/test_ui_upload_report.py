@@ -73,9 +73,11 @@ def test_a_good_adapter_reads_as_what_was_checked() -> None:
 
 def test_mixed_ranks_doubts_and_faults_are_told() -> None:
     mixed = facts(ranks={"8": 10, "16": 4}, scales={"2": 10, "1": 4}, warnings=["other base"], is_zero_effect=True)
-    lines = report_lines(TEXT, parcel(UploadReport(True, ignored=["README.md"], report=mixed)))
+    lines = report_lines(TEXT, parcel(UploadReport(True, ignored=["x/README.md", "optimizer.pt"], report=mixed)))
     warnings = [words for verdict, words in lines if verdict == "warning"]
-    assert warnings == [TEXT("report.zero"), "Other base.", "Not used: README.md"]
+    assert warnings == [TEXT("report.zero"), "Other base.", "Not used: x/README.md, optimizer.pt"]
+    usual = report_lines(TEXT, parcel(UploadReport(True, ignored=["x/README.md", "LICENSE.txt"], report=facts())))
+    assert ("passed", "Not used: x/README.md, LICENSE.txt") in usual
     assert any("8 (10×), 16 (4×)" in words for _, words in lines)
     refused = parcel(UploadReport(False, errors=["rank 512 is over the limit of 64; start with --max-lora-rank 512"]))
     assert report_lines(TEXT, refused) == [
