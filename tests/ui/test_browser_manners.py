@@ -116,7 +116,15 @@ def test_nothing_moves_while_answers_grow(
     monkeypatch.setattr(live.service, "start_chat", start_long)
     for size in (DESKTOP, PHONE):
         page = open_page(viewport=size)
-        ChatPage(page).open(live.url)
+        chat = ChatPage(page).open(live.url)
+        chat.submit("Tell me a long story about a fox")
+        expect(chat.receipts).to_contain_text("answering", timeout=ANSWER_MS)
+        page.evaluate(WATCH_SHIFTS)
+        chat.wait_for_receipt(1)
+        page.wait_for_timeout(300)
+        shifts = page.evaluate("window.shifts")
+        assert sum(value for value, _ in shifts) <= MAX_SHIFT, shifts
+
         page.get_by_role("tab", name="Compare").click()
         page.locator("#compare-prompt textarea").fill("Tell me a long story about a fox")
         page.locator("#compare-run").click()
