@@ -17,7 +17,7 @@ from api.service import Service
 from engine.errors import AppError, InvalidRequest
 from ui.adapter_table import TABLE_SCRIPT, figures_html, table_html, versions_html
 from ui.memory_chart import memory_html
-from ui.page import DIRECT, Page
+from ui.page import DIRECT, Page, warn
 from ui.receipt import short_digest
 from ui.upload_report import REPORT_SCRIPT, Parcel, make_parcels, report_html
 
@@ -186,7 +186,7 @@ class AdaptersTab:
         if not all(path.is_file() for path in parcel.files.values()):
             return text("report.gone")
         if not parcel.replaces and parcel.name in await self._page.adapter_names(request):
-            gr.Warning(escape(text("report.taken", name=parcel.name)))
+            warn(text, text("report.taken", name=parcel.name))
             return None
         try:
             info = await service.install_upload(parcel.name, parcel.files, load_inplace=parcel.replaces)

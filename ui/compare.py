@@ -19,7 +19,7 @@ from engine.answer import Answer
 from engine.routing import NONE
 from ui.answer import run_reply
 from ui.comparison import VOTE_SCRIPT, Column, Comparison, comparison_html
-from ui.page import DIRECT, Page, session_of
+from ui.page import DIRECT, Page, session_of, warn
 from ui.receipt import Reply
 from ui.settings import GenerationSettings
 from ui.streaming import batches, merged
@@ -84,11 +84,11 @@ class CompareTab:
     def _connect(self) -> None:
         inputs = {self.prompt, self.audio, self.images, self.adapters, self.comparison, *self.settings.inputs}
         outputs = [self.results, self.run, self.stop]
-        streaming: dict[str, Any] = {
-            "outputs": outputs, "concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private",
-        }  # fmt: skip
-        for listen in (self.run.click, self.prompt.submit):
-            listen(self.compare, inputs, **streaming).then(self.settle, self.comparison, outputs, **DIRECT)
+        begun = gr.on(
+            [self.run.click, self.prompt.submit], self.compare, inputs, outputs,
+            concurrency_limit=None, show_progress="hidden", api_visibility="private",
+        )  # fmt: skip
+        begun.then(self.settle, self.comparison, outputs, **DIRECT)
         self.stop.click(self.request_stop, None, None, **DIRECT)
         self.adapters.focus(self.refresh, [self.adapters, self.comparison], [self.adapters, self.results], **DIRECT)
         results: Any = self.results
@@ -108,10 +108,14 @@ class CompareTab:
         images = tuple(Path(path) for path, _ in values[self.images] or [])
         chosen = list(values[self.adapters] or [])[:MAX_ADAPTERS]
         if problem := _problem(words, chosen, has_prompt=bool(prompt or clip or images)):
-            raise gr.Error(problem, print_exception=False)
+            warn(words, problem)
+            yield {self.results: gr.skip()}
+            return
         stop = self._stops.begin(session_of(request))
         if stop is None:
-            raise gr.Error(words("compare.busy"), print_exception=False)
+            warn(words, words("compare.busy"))
+            yield {self.results: gr.skip()}
+            return
         comparison: Comparison = values[self.comparison]
         comparison.prompt, comparison.system = prompt, values[self.settings.system] or ""
         comparison.audio, comparison.images, comparison.best = (Path(clip),) if clip else (), images, None

@@ -6,6 +6,7 @@ Knows nothing of any tab. `ui/app` builds one `Page` and hands it to each.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Listeners that answer at once: outside Gradio's queue, no spinner, not part of a public API.
 DIRECT: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+
+HINT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,11 @@ class Page:
         return (
             None if self.service.policy.role_of(authorization) >= Role.ADMIN else self.words(request)("adapters.locked")
         )
+
+
+def warn(text: Texts, message: str) -> None:
+    """Tell the visitor what is still missing, for a short while."""
+    gr.Warning(escape(message), duration=HINT_S, title=text("toast.warning"))
 
 
 def session_of(request: gr.Request) -> str:

@@ -108,6 +108,10 @@ ENGLISH: Mapping[str, str] = {
     "attach.no_audio": "{name} is not attached: this model takes no audio, only {taken}.",
     "attach.no_file": "{name} is not attached: this model takes {taken}.",
     "turn.delete": "Delete this message and its answer",
+    # titles of what appears in a corner of the page
+    "toast.warning": "Please note",
+    "toast.error": "That did not work",
+    "toast.success": "Done",
     # the microphone, used by the page's script
     "mic.insecure": "The browser gives the microphone only to https pages and to localhost.",
     "mic.unsupported": "This browser cannot record in a page.",

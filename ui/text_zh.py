@@ -108,6 +108,10 @@ CHINESE: Mapping[str, str] = {
     "attach.no_audio": "未添加 {name}：此模型不接受音频，只接受{taken}。",
     "attach.no_file": "未添加 {name}：此模型接受{taken}。",
     "turn.delete": "删除这条消息及其回答",
+    # titles of what appears in a corner of the page
+    "toast.warning": "请注意",
+    "toast.error": "未能完成",
+    "toast.success": "完成",
     # the microphone, used by the page's script
     "mic.insecure": "浏览器只允许 https 页面和 localhost 使用麦克风。",
     "mic.unsupported": "此浏览器无法在页面中录音。",

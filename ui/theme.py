@@ -22,7 +22,7 @@ CHAT_SCRIPT = EMBEDDED_ASSETS / "js" / "chat.js"
 SCRIPT_WORDS = (
     "chat.composer", "adapters.cancel", "status.copied",
     "media.text", "media.audio", "media.image", "receipt.and", "attach.no_image", "attach.no_audio", "attach.no_file",
-    "turn.delete",
+    "turn.delete", "toast.warning", "toast.error", "toast.success",
     "mic.insecure", "mic.unsupported", "mic.missing", "mic.denied", "mic.file", "mic.recording", "mic.stop", "mic.cancel",
 )  # fmt: skip
 # Gradio's templates and event scripts need 'unsafe-inline' and 'unsafe-eval'; images of other hosts are what must stay out,

@@ -62,6 +62,23 @@
     }
     if (place) place.textContent = problem;
   }
+  function recorderPressed(recorder, pressed) {
+    if (pressed.closest('[data-testid="source-select"] [aria-label="Record audio"], .record-button')) hintAtRecorder(recorder);
+    else if (pressed.closest("button")) recorder.querySelector(".recorder-hint")?.remove();
+  }
+
+  // What appears in the corner has Gradio's own English word for its kind as its title.
+  function titleToasts() {
+    for (const kind of ["warning", "error", "success"]) {
+      const title = document.querySelector(`.toast-title.${kind}`)?.firstChild;
+      const text = `${words[`toast.${kind}`]} `;
+      if (title && title.data !== text) title.data = text;
+    }
+  }
+  // A hint answers what was pressed last: the next press, or another tab, puts it away.
+  function dropHints() {
+    document.querySelector('.toast-body.warning [data-testid="toast-close"]')?.click();
+  }
 
   // A folder dropped where adapters are added: its files are taken as if they had been dropped one by one. Of a training run's
   // folder, only what an adapter may consist of is sent, not its optimizer.
@@ -203,7 +220,8 @@
   addEventListener("click", (event) => {
     if (event.target.closest("[data-theme-toggle]")) toggleTheme();
     const recorder = event.target.closest("#transcribe-audio, #compare-audio");
-    if (recorder && event.target.closest("button, .icon")) hintAtRecorder(recorder);
+    if (recorder) recorderPressed(recorder, event.target);
+    if (event.target.closest('[role="tab"], #transcribe-run, #compare-run')) dropHints();
     const time = event.target.closest("[data-play-from]");
     if (time) playSegment(time);
     const copy = event.target.closest("button[data-copy]");
@@ -218,6 +236,7 @@
     const log = document.querySelector('#chatbot [role="log"]');
     if (log) follow(log);
     nameControls();
+    titleToasts();
     fillAddresses();
     for (const run of window.switchboard.onChange) run();
     keepFocus();
