@@ -197,7 +197,7 @@ def _body(text: Texts, column: Column, base: Reply) -> tuple[str, str]:
         return escape(reply.text), ""
     if reply.text.strip() == base.text.strip():
         return escape(reply.text), text("compare.same")
-    marked = marked_html(base.text, reply.text, shows_removed=False)
+    marked = marked_html(base.text, reply.text)
     return marked, text("compare.marked" if "<ins>" in marked else "compare.shorter")
 
 

@@ -20,15 +20,24 @@ Kind = Literal["same", "added", "removed"]
 # Words of scripts without spaces are single characters.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _PIECE = re.compile(rf"(?:[{_CJK}]|[^\s{_CJK}]+|^)\s*")
-_TAGS: dict[Kind, tuple[str, str]] = {"same": ("", ""), "added": ("<ins>", "</ins>"), "removed": ("<del>", "</del>")}
 
 
 @dataclass(frozen=True)
 class WordErrors:
-    """Edits (substitutions, insertions, deletions) that lead from a reference to what was heard, and its words."""
+    """Edits that lead from a reference to what was heard, and the words of the reference.
 
-    num_edits: int
+    Of several shortest ways, the one that replaces the fewest words.
+    """
+
+    num_substitutions: int
+    num_deletions: int
+    num_insertions: int
     num_words: int
+
+    @property
+    def num_edits(self) -> int:
+        """Substitutions, deletions and insertions."""
+        return self.num_substitutions + self.num_deletions + self.num_insertions
 
     @property
     def rate(self) -> float:
@@ -68,21 +77,26 @@ def _folded(piece: str) -> str:
     return " ".join(words_of(piece))
 
 
-def marked_html(base: str, other: str, *, shows_removed: bool) -> str:
-    """`other` as escaped HTML: what `base` lacks in `<ins>`, and what only `base` has in `<del>` if wanted."""
-    return stretches_html([(kind, piece) for kind, piece in compare(base, other) if shows_removed or kind != "removed"])
+def marked_html(base: str, other: str) -> str:
+    """`other` as escaped HTML, with what `base` lacks in `<ins>`."""
+    return stretches_html(compare(base, other), shows_removed=False)
 
 
-def stretches_html(stretches: Sequence[tuple[Kind, str]]) -> str:
-    """Stretches as escaped HTML."""
-    return "".join(_tagged(kind, piece) for kind, piece in stretches)
+def stretches_html(stretches: Sequence[tuple[Kind, str]], *, shows_removed: bool) -> str:
+    """Stretches as escaped HTML: added words in `<ins>`, and if wanted removed ones in `<del data-words>`.
+
+    The style sheet draws the words of a `<del>`: whoever copies the text gets none of them.
+    """
+    shown = [(kind, piece) for kind, piece in stretches if shows_removed or kind != "removed"]
+    return "".join(_tagged(kind, piece, is_last=place == len(shown) - 1) for place, (kind, piece) in enumerate(shown))
 
 
-def _tagged(kind: Kind, piece: str) -> str:
-    """The space after a mark stays outside it."""
+def _tagged(kind: Kind, piece: str, *, is_last: bool) -> str:
+    """The space after added words stays outside their mark; removed ones at the end stand apart from the text before."""
     words = piece.rstrip()
-    space = piece[len(words) :] or (" " if kind == "removed" else "")
-    return f"{_TAGS[kind][0]}{escape(words)}{_TAGS[kind][1]}{space}"
+    if kind == "removed":
+        return f"<del{' class=last' if is_last else ''} data-words='{escape(words)}'></del>"
+    return f"<ins>{escape(words)}</ins>{piece[len(words) :]}" if kind == "added" else escape(piece)
 
 
 def words_of(text: str) -> list[str]:
@@ -95,13 +109,20 @@ def words_of(text: str) -> list[str]:
 def word_errors(reference: str, heard: str) -> WordErrors:
     """Levenshtein distance in words; O(n) NumPy operations on rows as long as `heard`."""
     wanted, got = _numbered(words_of(reference), words_of(heard))
-    steps = np.arange(len(got) + 1)
+    # An edit costs more than all substitutions together, so that one number holds the edits and, below them, the substitutions.
+    edit = len(wanted) + 1
+    steps = np.arange(len(got) + 1) * edit
     row = steps
     for index, word in enumerate(wanted, start=1):
-        best = np.minimum(row[1:] + 1, row[:-1] + (got != word))
-        # An insertion costs one more than its left neighbour: a running minimum on a slope of one.
-        row = np.minimum.accumulate(np.concatenate([[index], best]) - steps) + steps
-    return WordErrors(int(row[-1]), len(wanted))
+        best = np.minimum(row[1:] + edit, row[:-1] + (got != word) * (edit + 1))
+        # An insertion costs one edit more than its left neighbour: a running minimum on a slope.
+        row = np.minimum.accumulate(np.concatenate([[index * edit], best]) - steps) + steps
+    num_edits, num_substitutions = divmod(int(row[-1]), edit)
+    # The others are deletions and insertions, and the lengths say how many more of one there are than of the other.
+    num_deletions = (num_edits - num_substitutions + len(wanted) - len(got)) // 2
+    return WordErrors(
+        num_substitutions, num_deletions, num_edits - num_substitutions - num_deletions, num_words=len(wanted)
+    )
 
 
 def _numbered(*texts: Sequence[str]) -> list[np.ndarray]:

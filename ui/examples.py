@@ -28,12 +28,16 @@ PROMPTS = {
 
 @dataclass(frozen=True)
 class Example:
-    """One card: what it shows, what it sends, and with which adapter (`auto`, `none` or a name)."""
+    """One card: what it shows, what it sends, and with which adapter (`auto`, `none` or a name).
+
+    `said` is what is said in the recording, if it is known.
+    """
 
     label: str
     text: str
     audio: Path | None
     lora: str
+    said: str = ""
 
 
 def find_examples(
@@ -58,7 +62,11 @@ def _clips(text: Texts, folder: Path) -> list[Example]:
     chosen = [entry for entry in entries if entry.get("example")] or entries
     return [
         Example(
-            text("example.clip", title=Path(entry["file"]).stem.replace("-", " ")), "", folder / entry["file"], AUTO
+            text("example.clip", title=Path(entry["file"]).stem.replace("-", " ")),
+            "",
+            folder / entry["file"],
+            AUTO,
+            said=entry.get("text", ""),
         )
         for entry in chosen[:MAX_CLIPS]
     ]

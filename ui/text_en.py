@@ -198,8 +198,15 @@ ENGLISH: Mapping[str, str] = {
     "transcribe.srt": "SRT",
     "transcribe.vtt": "VTT",
     "transcribe.download": "Download {kind}: {name}",
-    "transcribe.wer": "Word error rate {rate}: {edits} of {words} words differ from the reference, as marked.",
-    "transcribe.marked": "Marked: what it hears otherwise than the base model.",
+    "transcribe.wer": (
+        "Word error rate {rate}: {wrong} wrong + {missing} missing + {added} added = {errors}, "
+        "against {words} words of the reference"
+    ),
+    "transcribe.not_in_reference": "not in the reference",
+    "transcribe.only_in_reference": "missing: only in the reference",
+    "transcribe.not_in_other": "not in the other transcript",
+    "transcribe.same": "Both transcripts have the same words.",
+    "transcribe.shorter": "Leaves out words of the other transcript and adds none.",
     # compare
     "compare.prompt": "Prompt",
     "compare.placeholder": "One prompt for the base model and every adapter chosen. Shift+Enter compares.",

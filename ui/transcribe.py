@@ -19,7 +19,7 @@ from engine.request import AudioPart
 from engine.routing import AUTO, NONE
 from ui.answer import run_transcript
 from ui.examples import find_examples
-from ui.page import DIRECT, Page, session_of
+from ui.page import DIRECT, Page, session_of, warn
 from ui.streaming import batches, merged
 from ui.text import Texts
 from ui.transcript import Transcript, Transcription, player_html, transcription_html
@@ -35,7 +35,7 @@ class TranscribeTab:
         self._page = page
         self._stops = page.new_stops()
         clips = find_examples(page.text, takes_audio=page.takes_audio, adapters=())
-        self._sample = next((example.audio for example in clips if example.audio is not None), None)
+        self._sample = next((example for example in clips if example.audio is not None), None)
 
     def build(self) -> None:
         """Create the components inside the current tab, then connect them."""
@@ -85,8 +85,11 @@ class TranscribeTab:
         )  # fmt: skip
         begun.then(self.settle, self.transcription, outputs, **DIRECT)
         self.stop.click(self.request_stop, None, None, **DIRECT)
-        self.sample.click(lambda: str(self._sample), None, self.audio, **DIRECT)
-        measured = [self.reference, self.transcription]
+        if sample := self._sample:
+            self.sample.click(lambda: (str(sample.audio), sample.said), None, [self.audio, self.reference], **DIRECT)
+        for another in (self.audio.upload, self.audio.start_recording, self.audio.clear):
+            another(self.forget_sample, self.reference, self.reference, **DIRECT)
+        measured = [self.reference, self.audio, self.transcription]
         self.reference.change(self.measure, measured, self.results, trigger_mode="always_last", **DIRECT)
 
     def _choices(self, text: Texts, names: Sequence[str]) -> list[tuple[str, str]]:
@@ -106,10 +109,14 @@ class TranscribeTab:
         """Transcribe the recording and draw what comes."""
         words, clip = self._page.words(request), values[self.audio]
         if not clip:
-            raise gr.Error(words("transcribe.no_audio"), print_exception=False)
+            warn(words, words("transcribe.no_audio"))
+            yield {self.results: gr.skip()}
+            return
         stop = self._stops.begin(session_of(request))
         if stop is None:
-            raise gr.Error(words("transcribe.busy"), print_exception=False)
+            warn(words, words("transcribe.busy"))
+            yield {self.results: gr.skip()}
+            return
         transcription: Transcription = values[self.transcription]
         transcription.audio, transcription.reference = Path(clip), values[self.reference] or ""
         lora = values[self.adapter] or AUTO
@@ -155,7 +162,13 @@ class TranscribeTab:
         """Stop pressed: both transcripts end."""
         self._stops.request(session_of(request))
 
-    def measure(self, reference: str, transcription: Transcription, request: gr.Request) -> str:
-        """A reference pasted: the error rates of what is there."""
+    def forget_sample(self, reference: str) -> Any:
+        """Another recording: what the sample says is no reference for it."""
+        return "" if self._sample and reference == self._sample.said else gr.skip()
+
+    def measure(self, reference: str, clip: str | None, transcription: Transcription, request: gr.Request) -> Any:
+        """A reference pasted: the error rates of what is there, unless it is the transcript of another recording."""
+        if clip and Path(clip) != transcription.audio:
+            return gr.skip()
         transcription.reference = reference or ""
         return transcription_html(self._page.words(request), transcription)

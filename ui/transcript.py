@@ -15,9 +15,16 @@ from api.subtitles import write_srt, write_vtt
 from api.transcript import TranscriptSegment
 from engine.routing import NONE
 from ui.comparison import download_link
-from ui.differences import compare_parts, stretches_html, word_errors
+from ui.differences import Kind, compare_parts, stretches_html, word_errors
 from ui.receipt import Reply, mark_html, reason_in_words, short_digest, status_in_words
 from ui.text import Texts
+
+# What a mark means: its kind, and the key of its words.
+AGAINST_REFERENCE: tuple[tuple[Kind, str], ...] = (
+    ("added", "transcribe.not_in_reference"),
+    ("removed", "transcribe.only_in_reference"),
+)
+AGAINST_OTHER: tuple[Kind, str] = ("added", "transcribe.not_in_other")
 
 
 @dataclass
@@ -45,10 +52,9 @@ class Transcription:
     reference: str = ""
     columns: list[Transcript] = field(default_factory=list)
 
-    @property
-    def base(self) -> Transcript | None:
-        """The transcript without an adapter, if it was asked for."""
-        return next((column for column in self.columns if column.lora == NONE), None)
+    def other(self, column: Transcript) -> Transcript | None:
+        """The transcript beside this one, if there is one."""
+        return next((each for each in self.columns if each is not column), None)
 
 
 def player_html(audio: Path) -> str:
@@ -72,13 +78,14 @@ def _column(text: Texts, transcription: Transcription, column: Transcript) -> st
     title = _title(text, column, name)
     reason = reason_in_words(text, reply) if receipt and column.lora != NONE else ""
     digest = short_digest(receipt.generation) if receipt else ""
-    words, note = _words(text, transcription, column)
+    words, note, legend = _words(text, transcription, column)
     return (
         f"<article data-lora='{escape(column.lora)}' aria-label='{escape(title)}'>"
         f"<h3>{mark_html(name)}{escape(title)} <code>{digest}</code></h3>"
         f"<p class='quiet' data-figures>{escape(_progress_line(text, reply))}</p>{_progress(text, column)}"
         f"<p class='quiet'>{escape(reason)}</p><div class='words'>{words}</div>"
-        f"<p class='quiet' data-note>{escape(note)}</p>{_downloads(text, transcription, column, title)}</article>"
+        f"<p class='quiet' data-note>{escape(note)}</p>{_legend_html(text, legend)}"
+        f"{_downloads(text, transcription, column, title)}</article>"
     )
 
 
@@ -120,28 +127,45 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _words(text: Texts, transcription: Transcription, column: Transcript) -> tuple[str, str]:
-    """The segments, marked against the reference or else against the base model's; and what the marks mean."""
-    reply, base = column.reply, transcription.base
+def _legend_html(text: Texts, legend: Sequence[tuple[Kind, str]]) -> str:
+    """What each colour means, on that colour."""
+    marks = "".join(f"<span class='{kind}'>{escape(text(key))}</span> " for kind, key in legend)
+    return f"<p class='quiet' data-legend>{marks}</p>" if marks else ""
+
+
+def _words(text: Texts, transcription: Transcription, column: Transcript) -> tuple[str, str, list[tuple[Kind, str]]]:
+    """The segments, marked against the reference or else against the other transcript; a note; the marks that occur."""
+    reply, other = column.reply, transcription.other(column)
     said = [segment.text for segment in column.segments]
     trouble = f"<p class='trouble'>{escape(reply.error or '')}</p>" if reply.phase == "failed" else ""
     if not column.is_whole or trouble:
         plain = [escape(segment) for segment in said]
-        return trouble + _segments(text, column, plain) + escape(column.partial), ""
+        return trouble + _segments(text, column, plain) + escape(column.partial), "", []
     if not said:
-        return "", text("transcribe.silent")
+        return "", text("transcribe.silent"), []
     if transcription.reference.strip():
         errors = word_errors(transcription.reference, "\n".join(said))
-        note = text("transcribe.wer", rate=f"{errors.rate:.1%}", edits=errors.num_edits, words=errors.num_words)
+        note = text(
+            "transcribe.wer", rate=f"{errors.rate:.1%}", errors=errors.num_edits, words=errors.num_words,
+            wrong=errors.num_substitutions, missing=errors.num_deletions, added=errors.num_insertions,
+        )  # fmt: skip
         marked = compare_parts(transcription.reference.strip(), said, folds=True)
-        return _segments(text, column, [stretches_html(stretches) for stretches in marked]), note
-    if base is None or base is column or not base.is_whole:
-        return _segments(text, column, [escape(segment) for segment in said]), ""
-    heard = "\n".join(segment.text for segment in base.segments)
-    marked = compare_parts(heard, said)
-    has_marks = any(kind != "same" for stretches in marked for kind, _ in stretches)
-    note = text("transcribe.marked" if has_marks else "compare.same")
-    return _segments(text, column, [stretches_html(stretches) for stretches in marked]), note
+        drawn = [stretches_html(stretches, shows_removed=True) for stretches in marked]
+        kinds = _kinds(marked)
+        return _segments(text, column, drawn), note, [(kind, key) for kind, key in AGAINST_REFERENCE if kind in kinds]
+    if other is None or not other.is_whole:
+        return _segments(text, column, [escape(segment) for segment in said]), "", []
+    marked = compare_parts("\n".join(segment.text for segment in other.segments), said)
+    drawn = [stretches_html(stretches, shows_removed=False) for stretches in marked]
+    kinds = _kinds(marked)
+    if "added" in kinds:
+        return _segments(text, column, drawn), "", [AGAINST_OTHER]
+    note = text("transcribe.shorter" if "removed" in kinds else "transcribe.same")
+    return _segments(text, column, drawn), note, []
+
+
+def _kinds(marked: Sequence[Sequence[tuple[Kind, str]]]) -> set[Kind]:
+    return {kind for stretches in marked for kind, _ in stretches}
 
 
 def _segments(text: Texts, column: Transcript, shown: Sequence[str]) -> str:
