@@ -59,9 +59,10 @@ def test_crops_equal_what_the_published_processor_made(
     assert fingerprint(crops.pixels) == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("side", "patch", "most"), [(24, 4, 6), (42, 14, 4), (448, 14, 36)])
 def test_crops_equal_the_published_processor_itself(side: int, patch: int, most: int) -> None:
-    pytest.importorskip("torchvision")
+    pytest.importorskip("torchvision", reason="torchvision is not installed")
     processor = transformers.Phi4MultimodalImageProcessor(
         dynamic_hd=most, size={"height": side, "width": side}, patch_size=patch
     )
