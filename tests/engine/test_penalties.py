@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -115,6 +114,5 @@ def test_what_is_kept_for_a_row_goes_with_it() -> None:
         rows = [SamplerRow(PARAMS[0], None, [number, 3], [5]) for _ in range(10)]
         sampler.sample(torch.zeros(10, VOCAB), rows)
         del rows
-        gc.collect()
     assert sampler._penalties._counts.shape == (16, 256)
     assert len(sampler._penalties._known) == 0
