@@ -134,7 +134,7 @@ def test_a_random_config_gives_pefts_logits(models: dict[str, nn.Module], tmp_pa
         written = save_peft(model, tmp_path / "written", seed=seed, **config)
     plain = edit(written, tmp_path / "plain", tensors=lambda t: {key: value.to(dtype) for key, value in t.items()})
     spelled = edit(plain, tmp_path / "spelled", key=SPELLINGS[spelling])
-    surface = surface_of(model, rename_key=_key_renamer(model))  # type: ignore[arg-type]
+    surface = surface_of(model, rename_key=_key_renamer(model, {}))  # type: ignore[arg-type]
     _, pairs, report, _ = read_adapter(spelled, surface)
     ours, theirs = merged_logits(model, pairs), peft_logits(model, plain)
     assert (theirs - base_logits(model)).abs().max() > 0.05, f"the adapter must matter: {told}"

@@ -136,7 +136,7 @@ def test_a_fault_of_ours_is_500_without_its_cause(
     def break_down(*_args: object, **_kwargs: object) -> None:
         raise ZeroDivisionError("secret /etc/cause")
 
-    monkeypatch.setattr(tiny_engine, "_begin", break_down)
+    monkeypatch.setattr(tiny_engine._starter, "begin", break_down)
     answer = http.post("/v1/chat/completions", json={**CHAT, "model": base_model})
     assert answer.status_code == 500
     assert envelope(answer)["type"] == "server_error"
