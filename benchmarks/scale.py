@@ -26,7 +26,7 @@ import torch
 from benchmarks.report import finish, refuse
 from benchmarks.workload import (
     NUM_TOP,
-    SHAPES,
+    add_load_flags,
     check_rows,
     link_adapter,
     make_prompts,
@@ -53,17 +53,13 @@ MAX_MODEL_LEN = 2048
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    add_load_flags(parser)
     parser.add_argument("--registered", type=numbers, default=[0, 1, 10, 100, 1000], help="0 is the base model alone")
     parser.add_argument("--slots", type=int, default=32, help="rows of the LoRA buffers")
     parser.add_argument("--cpu-loras", type=int, default=128, help="adapters kept in CPU memory")
     parser.add_argument("--requests", type=int, default=64, help="requests under way at any time")
     parser.add_argument("--streams", type=int, default=32, help="requests that stream while an adapter is loaded")
     parser.add_argument("--seconds", type=float, default=10.0, help="measured time of each row, after a fifth as much")
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent; 0 makes all adapters equally popular")
-    parser.add_argument("--input-len", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--enforce-eager", action="store_true", help="no compilation and no CUDA graphs")
     return parser.parse_args(words)
 
 

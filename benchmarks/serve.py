@@ -26,7 +26,7 @@ import httpx
 
 from benchmarks.report import finish, refuse
 from benchmarks.server import running_server
-from benchmarks.workload import SHAPES, make_prompts, write_adapter, write_model
+from benchmarks.workload import add_load_flags, make_prompts, write_adapter, write_model
 from engine import Engine, EngineConfig, SamplingParams
 from engine.config import LoRAModule
 from engine.request import TokenPrompt
@@ -39,15 +39,11 @@ TOKENIZER_SIZE = 256  # of `write_model`; the server takes no other ids
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    add_load_flags(parser)
     parser.add_argument("--adapters", type=int, default=32, help="0 is the base model alone")
     parser.add_argument("--streams", type=int, default=64, help="requests under way in the closed loop")
     parser.add_argument("--rate", type=float, default=0.0, help="requests a second of the open loop; 0 leaves it out")
     parser.add_argument("--seconds", type=float, default=20.0, help="time of each loop, after a fifth as much")
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent; 0 makes all adapters equally popular")
-    parser.add_argument("--input-len", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--enforce-eager", action="store_true", help="no compilation and no CUDA graphs")
     return parser.parse_args(words)
 
 

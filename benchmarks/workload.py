@@ -6,6 +6,7 @@ Weights are random and need no download. Used by `benchmarks/decode` and `benchm
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
@@ -44,6 +45,15 @@ SAME_SHARE = 0.6
 end of the list neighbours lie closer than rounding, so it is less than all."""
 OTHER_SHARE = 0.4
 """The base model and an adapter may share at most as many."""
+
+
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of benchmarks that keep an engine under load: its shape, and requests' lengths and adapters."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent; 0 makes all adapters equally popular")
+    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--enforce-eager", action="store_true", help="no compilation and no CUDA graphs")
 
 
 def numbers(text: str) -> list[int]:

@@ -52,8 +52,10 @@ def peft_probe(llama_dir: Path, folder: Path, prompts: list[list[int]]) -> tuple
 
 def test_the_numbers_are_those_of_peft(engine: Engine, llama_dir: Path, tmp_path: Path) -> None:
     folder = make_adapter(llama_dir, LLAMA, tmp_path / "x")
+    finished = engine.stats().num_finished
     report = engine.inspect_upload(files_of(folder))
     assert report.is_ok and report.probe is not None
+    assert engine.stats().num_finished == finished  # What the engine asks itself is no answer to anybody.
     prompts = [built.token_ids for built in engine._prober.built_prompts()]
     mean_kl, top1_changed = peft_probe(llama_dir, folder, prompts)
     assert mean_kl > 0.01 and report.probe.num_tokens == NUM_POSITIONS * len(prompts)

@@ -40,16 +40,15 @@ def test_ten_thousand_steps_with_adapters_swapped_at_random_leave_memory_flat(tm
         for num_steps in (4_000, 6_000, 8_000, 10_000):
             churn.run_until(num_steps)
             marks.append(footprint(engine))
-        after, (allocated_after, reserved_after) = dict(marks[-1]), on_device()
+        after, (allocated_after, reserved_after) = marks[-1], on_device()
         engine.check_integrity()
         print(
             f"allocated {allocated} -> {allocated_after}, reserved {reserved} -> {reserved_after}, {before} -> {after}"
         )
         assert engine.stats().num_steps >= 10_000 and churn.num_swaps > 80 and churn.num_ended > 200
         assert least_growth_kb(marks) < 512
-        assert after.pop("rss_kb") and before.pop("rss_kb")
-        assert after.pop("tensors") - before.pop("tensors") <= TENSOR_TOLERANCE
-        assert after == before
+        assert after["tensors"] - before["tensors"] <= TENSOR_TOLERANCE
+        assert after | {"rss_kb": 0, "tensors": 0} == before | {"rss_kb": 0, "tensors": 0}
         assert allocated_after - allocated <= ALLOCATED_TOLERANCE
         assert reserved_after == reserved
     finally:
