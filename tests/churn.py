@@ -10,7 +10,6 @@ import ctypes
 import gc
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,9 +103,6 @@ class Churn:
 
 def footprint(engine: Engine) -> dict[str, int]:
     """What is alive after all answers have ended. `tensors` and `rss_kb` may wobble a little, all else must not."""
-    patience = time.monotonic() + 10
-    while engine.stats().lora_rows_used and time.monotonic() < patience:
-        time.sleep(0.01)  # Rows of unloaded adapters are given back by the engine's thread, a moment later.
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
