@@ -76,7 +76,8 @@ class AdapterManager:
     ) -> None:
         """`max_cpu_loras` and `max_cpu_bytes` (None: no such bound) limit what stays in CPU memory without being used.
 
-        `on_retire(digest)` is called, without any lock held, when no name points to a generation any more.
+        `on_retire(digest)` is called, without any lock held, when no name points to a generation and no handle holds it
+        any more.
         `allowed_roots` limits where `load` may read from; None means anywhere. `locate` turns an address
         that `load` was given into a local folder, fetching it where need be; it may raise `AdapterError`.
         """
@@ -89,7 +90,10 @@ class AdapterManager:
             surface, locate=locate, allowed_roots=allowed_roots, own_root=adapter_dir, tally=self._tally
         )
         self._store = GenerationStore(
-            max_cpu_loras, max_cpu_bytes, note_prompt=lambda *prompt: self._registry.note_prompt(*prompt)
+            max_cpu_loras,
+            max_cpu_bytes,
+            note_prompt=lambda *prompt: self._registry.note_prompt(*prompt),
+            on_forgotten=on_retire,
         )
         self._registry = Registry(self._store, on_retire, num_kept=NUM_KEPT_VERSIONS)
         self._history = History(self._registry, self._door)

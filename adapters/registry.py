@@ -25,7 +25,10 @@ class Registry:
     """
 
     def __init__(self, store: GenerationStore, on_retire: Callable[[str], None], *, num_kept: int) -> None:
-        """`on_retire(digest)` is called, without a lock held, when no name points to a generation any more."""
+        """`on_retire(digest)` is called, without a lock held, when a name was the last to let go of a generation.
+
+        Where a handle is, the store tells so.
+        """
         self._store = store
         self._num_kept = num_kept
         self._on_retire = on_retire
@@ -134,13 +137,12 @@ class Registry:
                 assert all(entry.version is None and entry.digest for entry in earlier), f"{name} remembers too much"
 
     def _settle(self, digest: str | None) -> str | None:
-        """With the lock held: tell the CPU tier how names now stand to a digest; returns it if no name is left."""
+        """With the lock held: tell the CPU tier how names now stand to a digest; returns it if nobody is left."""
         if digest is None:
             return None
         named = [entry for entry in self._entries.values() if entry.digest == digest]
         if not named:
-            self._store.retire(digest)
-            return digest
+            return digest if self._store.retire(digest) else None
         is_pinned = any(entry.is_pinned or entry.name in self._default_names for entry in named)
         self._store.revive(digest, is_pinned=is_pinned)
         return None

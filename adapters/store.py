@@ -46,13 +46,18 @@ class GenerationStore:
         max_bytes: int | None = None,
         *,
         note_prompt: Callable[[str, int, int], None] = lambda name, num_tokens, num_cached: None,
+        on_forgotten: Callable[[str], None] = lambda digest: None,
     ) -> None:
-        """`note_prompt` is what handles call when a prompt begins (see `GenerationHandle`)."""
+        """`note_prompt` is what handles call when a prompt begins (see `GenerationHandle`).
+
+        `on_forgotten(digest)` is called, without a lock held, when the last handle on retired content was given back.
+        """
         assert capacity >= 1, "the CPU tier needs room for one adapter"
         self.capacity = capacity
         self.max_bytes = max_bytes
         self.evictions = 0
         self._note_prompt = note_prompt
+        self._on_forgotten = on_forgotten
         self._lock = threading.Lock()
         # digest -> generation, the least recently used first
         self._residents: OrderedDict[str, _Resident] = OrderedDict()
@@ -75,13 +80,18 @@ class GenerationStore:
             resident = self._residents.get(digest)
             return None if resident is None else self._borrow(resident, name, load_ms)
 
-    def retire(self, digest: str) -> None:
-        """No name points here any more: forget it as soon as nobody refers to it."""
+    def retire(self, digest: str) -> bool:
+        """No name points here any more: forget it as soon as nobody refers to it.
+
+        Returns:
+            Whether nobody does now; else `on_forgotten` is called when that is so.
+        """
         with self._lock:
             resident = self._residents.get(digest)
-            if resident is not None:
-                resident.is_retired, resident.is_pinned = True, False
-                self._forget_if_done(digest, resident)
+            if resident is None:
+                return True
+            resident.is_retired, resident.is_pinned = True, False
+            return self._forget_if_done(digest, resident)
 
     def revive(self, digest: str, *, is_pinned: bool) -> None:
         """A name points here (again); sets the pin."""
@@ -138,12 +148,16 @@ class GenerationStore:
             resident = self._residents[digest]
             assert resident.num_refs > 0, f"{digest} released more often than borrowed"
             resident.num_refs -= 1
-            self._forget_if_done(digest, resident)
+            is_forgotten = self._forget_if_done(digest, resident)
             self._shrink()
+        if is_forgotten:
+            self._on_forgotten(digest)
 
-    def _forget_if_done(self, digest: str, resident: _Resident) -> None:
-        if resident.is_retired and resident.num_refs == 0:
+    def _forget_if_done(self, digest: str, resident: _Resident) -> bool:
+        is_done = resident.is_retired and resident.num_refs == 0
+        if is_done:
             self._forget(digest)
+        return is_done
 
     def _forget(self, digest: str) -> None:
         self._num_bytes -= self._residents.pop(digest).generation.num_bytes

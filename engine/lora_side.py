@@ -156,7 +156,7 @@ class LoraSide:
             is_there.set_result(True)
 
     def _retire(self, digest: str) -> None:
-        """No name points to this content any more: free its LoRA row and what its tower computed, between two steps."""
+        """Nobody has a way to this content any more: free its LoRA row and what its tower computed, between two steps."""
         slots = self.slots
         if slots is None:
             return

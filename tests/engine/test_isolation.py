@@ -216,6 +216,22 @@ def test_unloading_frees_row_memory_and_name(make: Made, llama_adapters: dict[st
     assert engine.stats().adapters.num_cpu == 1 and engine.adapters.names() == ["qv", "rs"]
 
 
+@pytest.mark.parametrize("others_first", [False, True])
+def test_answers_that_begin_after_their_adapter_was_unloaded_leave_no_row_behind(
+    make: Made, llama_adapters: dict[str, Path], others_first: bool
+) -> None:
+    """They waited with the adapter in hand, so they take a row again; with the last of them it is free."""
+    engine = make(max_loras=2, max_num_seqs=1)
+    engine.adapters.load("all", llama_adapters["all"])
+    digest = str(engine.adapters.get("all").generation)
+    names = ["none", "all", "all"] if others_first else ["all", "none", "all"]
+    answers = [ask(engine, TokenPrompt([1, 2, 3]), name) for name in names]
+    engine.adapters.unload("all")
+    assert all(read(answer)[0] for answer in answers)
+    read(ask(engine, TokenPrompt([1])))
+    assert engine.stats().lora_rows_used == 0 and not engine.adapters.residency(digest)
+
+
 def test_a_hundred_cycles_of_load_answer_and_unload_leave_nothing(make: Made, llama_adapters: dict[str, Path]) -> None:
     engine = make(max_loras=2, max_cpu_loras=2)
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 from api.settings import ServerSettings
 from engine import Engine
 from tests.ui.live import ChatPage, Live, browser_path, embedded_engine, launch, serving, write_tone
 
 PATIENCE_MS = 15_000
+TEXT_MS = 2_000
+MAX_TEXT = 4_000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What the pages showed when a test failed, printed before they are closed."""
+    report = yield
+    browser = getattr(item, "funcargs", {}).get("browser")
+    printer = item.config.pluginmanager.get_plugin("terminalreporter")
+    if call.when == "call" and report.failed and browser is not None and printer is not None:
+        printer.write_line(f"\n{item.nodeid} failed")
+        for page in [page for context in browser.contexts for page in context.pages]:
+            try:
+                text = page.locator("body").inner_text(timeout=TEXT_MS)
+            except Error as error:
+                text = f"not readable: {error}"
+            printer.write_line(f"--- {page.url} showed:\n{text[:MAX_TEXT]}")
+    return report
 
 
 @pytest.fixture(scope="session")
