@@ -98,7 +98,9 @@ class CompareTab:
         """The adapters as they are now; those that are gone are no longer chosen."""
         names = await self._page.adapter_names(request)
         kept = [name for name in chosen or [] if name in names]
-        drawn = comparison_html(self._page.words(request), comparison)
+        # While answers grow, the run draws: this answer may arrive after the run's last.
+        is_busy = self._stops.is_busy(session_of(request))
+        drawn = gr.skip() if is_busy else comparison_html(self._page.words(request), comparison)
         return {self.adapters: gr.update(choices=names, value=kept), self.results: drawn}
 
     async def compare(self, values: Values, request: gr.Request) -> AsyncGenerator[Update, None]:

@@ -18,7 +18,8 @@ from engine.request import Delta
 T = TypeVar("T")
 
 BEAT_S = 0.5
-PAUSE_S = 0.05
+# Gradio takes about 15 ms of a desktop's browser for an update and four times that of a phone's: more often, and it falls behind.
+PAUSE_S = 0.1
 
 
 class Stops:

@@ -100,9 +100,11 @@ class TranscribeTab:
         words = self._page.words(request)
         choices = self._choices(words, await self._page.adapter_names(request))
         value = chosen if any(chosen == value for _, value in choices) else AUTO
+        # While a transcript grows, the run draws: this answer may arrive after the run's last.
+        is_busy = self._stops.is_busy(session_of(request))
         return {
             self.adapter: gr.update(choices=choices, value=value),
-            self.results: transcription_html(words, transcription),
+            self.results: gr.skip() if is_busy else transcription_html(words, transcription),
         }
 
     async def transcribe(self, values: Values, request: gr.Request) -> AsyncGenerator[Update, None]:
@@ -171,4 +173,6 @@ class TranscribeTab:
         if clip and Path(clip) != transcription.audio:
             return gr.skip()
         transcription.reference = reference or ""
+        if self._stops.is_busy(session_of(request)):
+            return gr.skip()  # the run draws, and what it draws last has the reference too
         return transcription_html(self._page.words(request), transcription)

@@ -1,8 +1,9 @@
-"""What stays of pages that were closed, and that no event makes visitors wait for each other."""
+"""What stays of pages that were closed, and that no event waits for another's stream or undoes what it drew."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
@@ -12,7 +13,9 @@ from gradio.state_holder import StateHolder
 
 from tests.ui.live import Live
 from tests.ui.visitors import NUM_AT_ONCE, NUM_MARKS, visit_all
+from ui.comparison import Comparison
 from ui.sessions import forget_closed
+from ui.transcript import Transcription
 
 
 def mounted(live: Live) -> Any:
@@ -58,3 +61,23 @@ def test_no_event_waits_for_anothers_stream(live: Live) -> None:
     assert {event.concurrency_limit for event in streams} == {None}
     assert {event.concurrency_limit for event in events if event.queue} <= {None, "default"}
     assert blocks._queue.default_concurrency_limit >= 16 and blocks.max_threads >= 128
+
+
+@pytest.mark.parametrize("name", ["TranscribeTab", "CompareTab"])
+@pytest.mark.asyncio
+async def test_what_is_drawn_beside_a_run_cannot_replace_what_the_run_draws(live: Live, name: str) -> None:
+    """Answers of two events may arrive in either order."""
+    events = [event.fn for event in mounted(live).get_blocks().fns.values()]
+    tab: Any = next(fn.__self__ for fn in events if type(getattr(fn, "__self__", None)).__name__ == name)
+    visitor: Any = SimpleNamespace(session_hash="a visitor", headers={}, request=None, username=None)
+    chosen, record = ("auto", Transcription()) if name == "TranscribeTab" else ([], Comparison())
+
+    async def drawn() -> list[Any]:
+        beside = [(await tab.refresh(chosen, record, visitor))[tab.results]]
+        return beside if name == "CompareTab" else [*beside, tab.measure("some words", None, record, visitor)]
+
+    assert all(isinstance(each, str) for each in await drawn())
+    assert tab._stops.begin("a visitor") is not None
+    assert all(each == gr.skip() for each in await drawn())
+    tab._stops.end("a visitor")
+    assert all(isinstance(each, str) for each in await drawn())
