@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,6 +262,29 @@ def test_the_openai_packages_own_stream_helper_reads_calls(caller: openai.OpenAI
     assert "tool_calls.function.arguments.done" in kinds
     [call] = final.choices[0].message.tool_calls or []
     validate(call.function.parsed_arguments, PARAMETERS)
+
+
+@pytest.mark.asyncio
+async def test_the_asynchronous_client_reads_calls_of_several_answers_at_once(url: str) -> None:
+    choices = (NAMED, "required", "auto")
+    options: Any = {"model": "caller", "messages": HI, "max_tokens": 200, "temperature": 1.2, "seed": 5, "tools": TOOLS}
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+
+        async def streamed(choice: Any) -> list[Any]:
+            stream = await client.chat.completions.create(**options, tool_choice=choice, stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in stream if chunk.choices]
+            parts = [part.function for delta in deltas for part in delta.tool_calls or []]
+            return ["".join(delta.content or "" for delta in deltas), "".join(part.arguments or "" for part in parts)]
+
+        whole = asyncio.gather(*[client.chat.completions.create(**options, tool_choice=choice) for choice in choices])
+        answers, streams = await asyncio.gather(whole, asyncio.gather(*[streamed(choice) for choice in choices]))
+    for answer, stream in zip(answers, streams, strict=True):
+        message = answer.choices[0].message
+        calls = message.tool_calls or []
+        assert stream == [message.content or "", "".join(call.function.arguments for call in calls)]
+        for call in calls:
+            check_call(call, "get_weather", "now")
+    assert answers[0].choices[0].message.tool_calls and not answers[2].choices[0].message.tool_calls
 
 
 @pytest.mark.parametrize("family", ["mistral", "granite"])
