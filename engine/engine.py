@@ -102,8 +102,8 @@ class Engine:
         self.model_names = tuple(config.served_model_name) or (self.base.name,)
         self.modalities = self.base.architecture.modalities
         known_config = self.base.config if self.base.architecture.renames else None
-        self.tokenizer = load_tokenizer(config.model, config.gguf_file, known_config)
-        processor = load_processor(config.model, self.tokenizer, self.modalities) if self.modalities else None
+        self.tokenizer = load_tokenizer(self.base.origin, config.gguf_file, known_config)
+        processor = load_processor(self.base.origin, self.tokenizer, self.modalities) if self.modalities else None
         frontends: list[Frontend] = [
             support.make_frontend(processor, self.base.config) for support in self.base.architecture.media.values()
         ]

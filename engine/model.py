@@ -27,6 +27,7 @@ from engine.attention import PAGED_ATTENTION
 from engine.errors import AppError, InvalidRequest, UnsupportedModel
 from engine.kv_cache import KVShape
 from engine.lora_embedding import EmbeddingLora
+from engine.origin import find_origin
 from engine.positions import NUM_GRID_ROWS, LongRope
 from engine.published_phi4 import PUBLISHED_TYPE, native_fields
 from engine.request import Modality
@@ -45,6 +46,7 @@ class BaseModel:
         model: the transformers model, in eval mode.
         config: its config; `text_config` is the decoder's.
         architecture: how to drive it.
+        origin: the folder or hub id that its tokenizer and processors are read from too.
         device: where it lies.
         embedding_name: module name of the decoder's embedding table.
         embedding_lora: adapters of that table; None without.
@@ -52,9 +54,10 @@ class BaseModel:
         long_rope: the rotary embedding, where requests of different length take different frequencies.
     """
 
-    def __init__(self, model: PreTrainedModel, architecture: Architecture, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, architecture: Architecture, name: str, origin: str) -> None:
         self.model = model
         self.name = name
+        self.origin = origin
         self.architecture = architecture
         self.config = model.config
         self.text_config = model.config.get_text_config()
@@ -233,10 +236,10 @@ def load_model(
         )
     if load_format not in ("auto", "dummy"):
         raise InvalidRequest(f"--load-format is {load_format!r}, but must be auto or dummy.", param="load_format")
-    _check_path(path, gguf_file)
+    origin = find_origin(path, gguf_file)
     target = _pick_device(device)
     with _plain_errors(path):
-        config = _read_config(path, gguf_file)
+        config = _read_config(origin, gguf_file)
     architecture = find_architecture(config)
     config = architecture.own_config(config)
     if isinstance(getattr(config, "quantization_config", None), dict):
@@ -250,7 +253,7 @@ def load_model(
     else:
         with _plain_errors(path):
             model, report = model_class.from_pretrained(
-                path,
+                origin,
                 config=copy.deepcopy(config),
                 dtype=torch_dtype,
                 adapter_kwargs=dict(_NO_ADAPTER),
@@ -272,7 +275,7 @@ def load_model(
             param="model",
         )
     name = Path(path).name if Path(path).exists() else path
-    return BaseModel(model.eval().requires_grad_(False).to(target), architecture, name)
+    return BaseModel(model.eval().requires_grad_(False).to(target), architecture, name, origin)
 
 
 def outline_model(path: str) -> BaseModel:
@@ -282,25 +285,16 @@ def outline_model(path: str) -> BaseModel:
         UnsupportedModel: the architecture is not served.
         InvalidRequest: no config is at the path.
     """
-    _check_path(path, None)
+    origin = find_origin(path)
     device = torch.device("meta")
     with _plain_errors(path):
-        config = _read_config(path, None)
+        config = _read_config(origin, None)
     architecture = find_architecture(config)
     model_class = getattr(transformers, architecture.class_name)
     with device:
         model = model_class._from_config(copy.deepcopy(config), dtype=_pick_dtype("auto", config, device))
     name = Path(path).name if Path(path).exists() else path
-    return BaseModel(model.eval().requires_grad_(False), architecture, name)
-
-
-def _check_path(path: str, gguf_file: str | None) -> None:
-    """What looks like a path of this machine must be one; a hub id is left to transformers."""
-    folder = Path(path).expanduser()
-    if path.startswith((".", "~", "/", "\\")) and not folder.is_dir():
-        raise InvalidRequest(f"--model {path}: there is no such folder.", param="model")
-    if gguf_file and folder.is_dir() and not (folder / gguf_file).is_file():
-        raise InvalidRequest(f"--gguf-file {gguf_file}: the model's folder has no such file.", param="gguf_file")
+    return BaseModel(model.eval().requires_grad_(False), architecture, name, origin)
 
 
 def _read_config(path: str, gguf_file: str | None) -> PretrainedConfig:

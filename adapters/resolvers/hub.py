@@ -229,14 +229,14 @@ class _hub_faults:
                 f"{repo} is no folder here and no repository of the hub that this server may read; give the adapter's "
                 "folder, or check the id, and set HF_TOKEN for a private repository"
             ) from error
-        if isinstance(error, (HfHubHTTPError, *_transport_errors())):
+        if isinstance(error, (HfHubHTTPError, *transport_errors())):
             raise SourceUnreachable(
                 f"{repo} is no folder here, and the Hugging Face hub cannot be reached; check the network or HF_ENDPOINT "
                 "and try again, or give a folder"
             ) from error
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
+def transport_errors() -> tuple[type[Exception], ...]:
     """What the HTTP packages that huggingface_hub may use raise; which of them it uses depends on its version."""
     names = (("httpx2", "HTTPError"), ("httpx", "HTTPError"), ("requests", "RequestException"))
     return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
