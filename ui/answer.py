@@ -121,7 +121,8 @@ def _note_wait(service: Service, reply: Reply, elapsed_s: float) -> bool:
         return True
     if reply.phase != "queued":
         return False
-    num_waiting = service.stats().num_waiting
+    # To a visitor with some adapters, how many others wait is not told.
+    num_waiting = service.stats().num_waiting if service.caller.sees_all else 0
     has_changed = num_waiting != reply.num_waiting
     reply.num_waiting = num_waiting
     return has_changed

@@ -61,7 +61,12 @@ def build_ui(page: Page) -> gr.Blocks:
         title=page.text("app.name"), analytics_enabled=False, fill_width=True, delete_cache=(CACHE_CHECK_S, CACHE_AGE_S)
     )
     with blocks:
-        header = gr.HTML(header_html(page, page.text), elem_id="header", padding=False, apply_default_css=False)
+        header = gr.HTML(
+            header_html(page, page.text, sees_all=not page.service.policy.has_tenants),
+            elem_id="header",
+            padding=False,
+            apply_default_css=False,
+        )
         tabs = _tabs(page)
         opened = {}
         with gr.Tabs(elem_id="tabs"):
@@ -75,7 +80,7 @@ def build_ui(page: Page) -> gr.Blocks:
 
         def draw_header(request: gr.Request) -> str:
             page.samples.take(page.service.stats())
-            return header_html(page, page.words(request))
+            return header_html(page, page.words(request), sees_all=page.service_for(request).caller.sees_all)
 
         gr.on([blocks.load, timer.tick], draw_header, None, header, **DIRECT)
 
@@ -150,13 +155,13 @@ class PageHeaders:
         await self._app(scope, receive, send_with_policy if scope["type"] == "http" else send)
 
 
-def header_html(page: Page, text: Texts) -> str:
-    """Name, what the engine is doing, model, adapters; escaped."""
+def header_html(page: Page, text: Texts, *, sees_all: bool) -> str:
+    """Name, what the engine is doing (how busy it is only where the visitor sees all), model, adapters; escaped."""
     service = page.service
     stats = service.stats()
     state = "app.ready" if stats.is_alive else "app.down"
     pills = [f"<span class='pill {'ok' if stats.is_alive else 'bad'}'><i></i>{escape(text(state))}</span>"]
-    if stats.num_running or stats.num_waiting:
+    if sees_all and (stats.num_running or stats.num_waiting):
         load = text("app.running", running=stats.num_running, waiting=stats.num_waiting)
         pills.append(f"<span class='pill wide'>{escape(load)}</span>")
     pills.append(f"<span class='pill wide'>{escape(service.engine.model_names[0])}</span>")

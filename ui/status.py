@@ -101,19 +101,23 @@ class StatusTab:
 
 
 def figures_html(text: Texts, stats: EngineStats, samples: Samples, num_requests: int | None = None) -> str:
-    """The four figures on top; with `num_requests`, those to the visitor's adapters instead of all answers."""
+    """The four figures on top; with `num_requests`, that one alone: how many went to the visitor's adapters."""
+    if num_requests is not None:
+        return _figures_list(text, [("requests", str(num_requests), text("status.requests_of"))])
     recent = samples.recent()
     speed = recent[-1].tokens_per_s if recent else 0.0
     share = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
     finished = sum(stats.num_finished.values())
-    cells = (
+    cells = [
         ("running", str(stats.num_running), text("status.waiting", count=stats.num_waiting)),
         ("speed", f"{speed:.0f}", text("status.tokens_s")),
         ("kv", f"{share:.0%}", text("status.kv_of", used=stats.kv_blocks_used, total=stats.kv_blocks_total)),
-        ("finished", str(finished), text("status.tokens_total", count=f"{stats.generated_tokens:,}"))
-        if num_requests is None
-        else ("requests", str(num_requests), text("status.requests_of")),
-    )
+        ("finished", str(finished), text("status.tokens_total", count=f"{stats.generated_tokens:,}")),
+    ]
+    return _figures_list(text, cells)
+
+
+def _figures_list(text: Texts, cells: Sequence[tuple[str, str, str]]) -> str:
     shown = "".join(
         f"<div><dt>{escape(text(f'status.{key}'))}</dt><dd>{escape(value)} <small>{escape(note)}</small></dd></div>"
         for key, value, note in cells
@@ -122,13 +126,17 @@ def figures_html(text: Texts, stats: EngineStats, samples: Samples, num_requests
 
 
 def plots_html(text: Texts, samples: Samples, known: Collection[str], *, sees_all: bool = True) -> str:
-    """The plots of the last minutes.
+    """The plots of the last minutes; adapters that are not `known` any more have no names.
 
-    Adapters that are not `known` any more have no names; where the visitor does not see all, nothing is drawn of others.
+    Where the visitor does not see all, only the requests to `known` adapters are drawn: what the whole server does is made of
+    others' requests too.
     """
     recent = samples.recent()
-    last = recent[-1] if recent else None
     common = {"span": text("status.ago", minutes=int(WINDOW_S // 60)), "empty": text("status.no_samples")}
+    batch = _batch_plot(text, recent, known, common, sees_all=sees_all)
+    if not sees_all:
+        return f"<div class='plots'>{batch}</div>"
+    last = recent[-1] if recent else None
     speed = _points(recent, [sample.tokens_per_s for sample in recent])
     top = round_up(max((value for _, value in speed), default=0.0))
     latencies = [(_place(at), seconds) for at, seconds in samples.latencies()]
@@ -138,7 +146,7 @@ def plots_html(text: Texts, samples: Samples, known: Collection[str], *, sees_al
             text("status.plot.speed"), text("receipt.speed", speed=f"{last.tokens_per_s if last else 0:.0f}"),
             [Series(text("status.plot.speed"), speed)], kind="line", top=top, top_label=f"{top:g}", **common,
         ),
-        _batch_plot(text, recent, known, common, sees_all=sees_all),
+        batch,
         plot_html(
             text("status.plot.kv"), f"{last.kv_share if last else 0:.0%}",
             [Series(text("status.plot.kv"), _points(recent, [sample.kv_share for sample in recent]))],
@@ -149,7 +157,7 @@ def plots_html(text: Texts, samples: Samples, known: Collection[str], *, sees_al
             [Series(text("status.plot.first"), latencies)], kind="dots", top=slowest,
             top_label=text.duration(slowest), span=common["span"], empty=text("status.no_answers"),
         ),
-        *([_moves_plot(text, recent, common)] if sees_all else []),
+        _moves_plot(text, recent, common),
     ]  # fmt: skip
     return f"<div class='plots'>{''.join(shown)}</div>"
 
@@ -159,9 +167,10 @@ def _batch_plot(
 ) -> str:
     """Requests in the latest batch, by adapter, one upon the other."""
     running = {name for sample in recent for name in sample.batch}
-    groups = {text("receipt.base"): {BASE}, **{name: {name} for name in sorted(running.intersection(known))}}
+    groups = {name: {name} for name in sorted(running.intersection(known))}
     if sees_all:
-        groups[text("status.others")] = running.difference(known, {BASE})
+        others = running.difference(known, {BASE})
+        groups = {text("receipt.base"): {BASE}, **groups, text("status.others"): others}
     counts = [
         float(sum(count for name, count in sample.batch.items() if any(name in names for names in groups.values())))
         for sample in recent

@@ -50,8 +50,9 @@ def test_a_key_for_one_adapter_hears_of_no_other_on_any_screen(
                 expect(page.locator("#adapters-memory")).to_contain_text("your adapters: 1")
                 expect(page.locator("#adapters-memory")).not_to_contain_text(re.compile("[0-9] of [0-9]"))
             if tab == "Status":
-                expect(page.locator("#status-plots figure")).to_have_count(4)
-                expect(page.locator("#status-plots")).not_to_contain_text(re.compile("Others|evictions"))
+                expect(page.locator("#status-plots figure")).to_have_count(1)
+                expect(page.locator("#status-plots")).not_to_contain_text(re.compile("Others|Base model|evictions"))
+                expect(page.locator("#status-figures dl > div")).to_have_count(1)
                 expect(page.locator("#status-figures")).to_contain_text(re.compile(r"Requests\s*\d+ to your adapters"))
                 expect(page.locator("#status-setup a")).to_have_count(2)
             found = OTHERS.findall(page.content())

@@ -11,10 +11,12 @@ from typing import Any, cast
 import pytest
 
 from engine.engine import EngineStats
+from ui.app import header_html
+from ui.page import Page
 from ui.plots import HEIGHT, WIDTH, Series, plot_html, round_up
 from ui.samples import WINDOW_S, Samples
 from ui.snippets import ADDRESS, curl_snippet, python_snippet
-from ui.status import plots_html
+from ui.status import figures_html, plots_html
 from ui.text import Texts
 
 
@@ -26,7 +28,9 @@ class Looks:
     prompt_tokens: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 10
+    num_running: int = 0
     num_waiting: int = 0
+    num_finished: dict[str, int] = dataclasses.field(default_factory=dict)
     num_steps: int = 0
     rows_by_adapter: dict[str, int] = dataclasses.field(default_factory=dict)
     lora_row_loads: int = 0
@@ -62,6 +66,49 @@ def test_names_that_a_visitor_does_not_know_are_not_told() -> None:
     drawn = plots_html(Texts(), samples, ["sql"])
     assert "sql" in drawn and "Others" in drawn and "Base model" in drawn
     assert "secret" not in drawn
+
+
+def test_a_visitor_with_some_adapters_sees_nothing_of_others_requests() -> None:
+    samples = Samples()
+    samples.take(look())
+    samples._previous = (samples._previous[0] - 2, samples._previous[1]) if samples._previous else None
+    stats = look(
+        num_running=31, num_waiting=32, generated_tokens=3333, kv_blocks_used=34, kv_blocks_total=35,
+        num_finished={"stop": 36}, rows_by_adapter={"secret": 2, "sql": 1, "base": 3}, num_steps=1,
+    )  # fmt: skip
+    samples.take(stats)
+    samples.note_first_token(37.0)
+    plots = plots_html(Texts(), samples, ["sql"], sees_all=False)
+    assert "sql" in plots and "Requests in the batch" in plots
+    drawn = plots + figures_html(Texts(), stats, samples, 2)
+    assert "2 <small>to your adapters" in drawn
+    told = (
+        "secret",
+        "Base model",
+        "Others",
+        *"31 32 34 35 36 37".split(),
+        "3,333",
+        "1,666",
+        "1666",
+        "tokens",
+        "KV",
+        "First",
+    )
+    assert [word for word in told if word in re.sub(r"points='[^']*'", "", drawn)] == []
+    assert all(word in figures_html(Texts(), stats, samples) for word in ("31", "32", "34", "35", "36", "3,333"))
+
+
+def test_the_header_tells_how_busy_the_server_is_to_who_sees_all() -> None:
+    service = SimpleNamespace(
+        stats=lambda: SimpleNamespace(num_running=31, num_waiting=32, is_alive=True),
+        engine=SimpleNamespace(model_names=["tiny"], adapters=SimpleNamespace(names=lambda: ["sql"])),
+        policy=SimpleNamespace(has_tenants=True),
+    )
+    page = cast(Page, SimpleNamespace(service=service))
+    load = Texts()("app.running", running=31, waiting=32)
+    assert load in header_html(page, Texts(), sees_all=True)
+    assert load not in header_html(page, Texts(), sees_all=False)
+
 
 
 def test_stacked_areas_stand_on_each_other_and_names_are_escaped() -> None:
