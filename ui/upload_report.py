@@ -162,9 +162,27 @@ def _fact_lines(text: Texts, facts: dict[str, Any]) -> list[tuple[Verdict, str]]
     lines.append(("passed", text("report.tensors", size=text.size(facts["num_bytes"]), dtype=facts["dtype"])))
     if facts["base_model"]:
         lines.append(("passed", text("report.base", base=facts["base_model"])))
+    if facts["card"]:
+        lines.append(("passed", _card_words(text, facts["card"])))
     if facts["is_zero_effect"]:
         lines.append(("warning", text("report.zero")))
     return lines + [("warning", _sentence(warning)) for warning in facts["warnings"]]
+
+
+def _card_words(text: Texts, card: dict[str, Any]) -> str:
+    """What the adapter's card brings: keys are those of `AdapterCard.to_dict`."""
+    sampling = [
+        f"{text(f'card.setting.{name}')} {card[name]:g}"
+        for name in ("temperature", "top_p", "max_tokens")
+        if card[name] is not None
+    ]
+    brought = [
+        *([text("report.card.description")] if card["description"] else []),
+        *([text("card.setting.system")] if card["system_prompt"] else []),
+        *sampling,
+        *([text("report.card.examples", count=len(card["examples"]))] if card["examples"] else []),
+    ]
+    return text("report.card", brought=", ".join(brought)) if brought else text("report.card.empty")
 
 
 def _probe_line(text: Texts, probe: ProbeReport) -> tuple[Verdict, str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from adapters.card import parse_card
 from adapters.report import AdapterReport
 from adapters.upload import ProbeReport, UploadReport
-from ui.text import Texts
+from ui.text import LANGUAGES, Texts
 from ui.upload_report import Parcel, adapter_name, make_parcels, report_html, report_lines
 
 TEXT = Texts()
@@ -69,6 +71,26 @@ def test_a_good_adapter_reads_as_what_was_checked() -> None:
         "Trained on tiny",
     ):
         assert expected in said
+
+
+@pytest.mark.parametrize(
+    ("language", "said"),
+    [
+        ("en", "Its card brings: a description, system prompt, temperature 0, max tokens 96, examples (2)"),
+        ("zh-CN", "它的卡片带来：说明, 系统提示词, 温度 0, 最多词元数 96, 示例（2）"),
+    ],
+)
+def test_what_an_adapters_card_brings_is_told(language: str, said: str) -> None:
+    content = {
+        "description": "Writes SQL.", "system_prompt": "One query.", "sampling": {"temperature": 0, "max_tokens": 96},
+        "examples": ["How many?", "Which?"],
+    }  # fmt: skip
+    text = Texts(LANGUAGES[language])
+    for card, expected in ((content, said), ({}, text("report.card.empty"))):
+        brought = parse_card(json.dumps(card).encode()).to_dict()
+        lines = report_lines(text, parcel(UploadReport(True, report=facts(card=brought))))
+        assert [(verdict, words) for verdict, words in lines if words == expected] == [("passed", expected)]
+    assert not [words for _, words in report_lines(text, parcel(UploadReport(True, report=facts()))) if "card" in words]
 
 
 def test_mixed_ranks_doubts_and_faults_are_told() -> None:
