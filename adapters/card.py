@@ -1,7 +1,7 @@
 """An adapter's own card, `adapter_card.json`: how its author would have it asked. Nothing of it reaches the model by itself.
 
 Owns the file's format and its bounds. Whoever wrote it is a stranger: everything is checked, and a card that is not understood
-whole refuses the adapter. Called by `reader` and `inspection`; the web app fills its panel from it.
+whole refuses the adapter. Called by `readme`, whose `find_card` everybody asks; the web app fills its panel from it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ MAX_PROMPT_LEN = 4_000
 MAX_TITLE_LEN = 80
 MAX_EXAMPLES = 8
 MAX_MAX_TOKENS = 1 << 20
+MAX_LICENSE_LEN = 80
 
 Fields = Mapping[str, Any]
+
+_SAMPLING: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("from 0 to 2", lambda value: 0 <= value <= 2),
+    "top_p": ("over 0, up to 1", lambda value: 0 < value <= 1),
+    "max_tokens": (f"whole, 1 to {MAX_MAX_TOKENS}", lambda value: 1 <= value <= MAX_MAX_TOKENS and value == int(value)),
+}
+"""What each number must be, in words and as a test."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class AdapterCard:
         system_prompt: what it wants to stand before a conversation.
         temperature, top_p, max_tokens: sampling that suits it.
         examples: prompts to try.
+        license: under what terms it may be used; only a README says that.
     """
 
     description: str = ""
@@ -54,6 +63,7 @@ class AdapterCard:
     top_p: float | None = None
     max_tokens: int | None = None
     examples: tuple[CardExample, ...] = ()
+    license: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -65,7 +75,7 @@ class AdapterCard:
         return cls(**{**values, "examples": tuple(CardExample(**example) for example in values["examples"])})
 
 
-class _Fault(Exception):
+class CardFault(Exception):
     """What is wrong with a card, as the end of a sentence that begins with the file's name."""
 
 
@@ -97,9 +107,9 @@ def parse_card(content: bytes) -> AdapterCard:
     """The card that a file's bytes hold; raises `AdapterRefused`."""
     try:
         if len(content) > MAX_BYTES:
-            raise _Fault(f"is over {MAX_BYTES >> 10} KiB")
+            raise CardFault(f"is over {MAX_BYTES >> 10} KiB")
         return _card(_loaded(content))
-    except _Fault as fault:
+    except CardFault as fault:
         raise AdapterRefused([f"{CARD_NAME} {fault}; mend it, or leave the file out"]) from None
 
 
@@ -108,13 +118,13 @@ def _loaded(content: bytes) -> Any:
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_fields_once)
     except (ValueError, RecursionError) as error:
         detail = str(error) if isinstance(error, json.JSONDecodeError) else "it cannot be decoded"
-        raise _Fault(f"is not JSON: {detail}") from None
+        raise CardFault(f"is not JSON: {detail}") from None
 
 
 def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise _Fault("has a field twice in one object")
+        raise CardFault("has a field twice in one object")
     return fields
 
 
@@ -123,24 +133,25 @@ def _card(loaded: Any) -> AdapterCard:
     sampling = _object(card.get("sampling", {}), "sampling", ("temperature", "top_p", "max_tokens"))
     examples = card.get("examples", [])
     if not isinstance(examples, list) or len(examples) > MAX_EXAMPLES:
-        raise _Fault(f"has examples that are not a list of at most {MAX_EXAMPLES}")
-    max_tokens = _number(sampling, "max_tokens", lambda value: 1 <= value <= MAX_MAX_TOKENS and value == int(value))
+        raise CardFault(f"has examples that are not a list of at most {MAX_EXAMPLES}")
+    max_tokens = number_field(sampling, "max_tokens")
     return AdapterCard(
-        description=_text(card, "description", "", MAX_DESCRIPTION_LEN),
-        system_prompt=_text(card, "system_prompt", "", MAX_SYSTEM_LEN),
-        temperature=_number(sampling, "temperature", lambda value: 0 <= value <= 2),
-        top_p=_number(sampling, "top_p", lambda value: 0 < value <= 1),
+        description=text_field(card, "description", "", MAX_DESCRIPTION_LEN),
+        system_prompt=text_field(card, "system_prompt", "", MAX_SYSTEM_LEN),
+        temperature=number_field(sampling, "temperature"),
+        top_p=number_field(sampling, "top_p"),
         max_tokens=None if max_tokens is None else int(max_tokens),
-        examples=tuple(_example(example, f"examples[{place}]") for place, example in enumerate(examples)),
+        examples=tuple(example_of(example, f"examples[{place}]") for place, example in enumerate(examples)),
     )
 
 
-def _example(loaded: Any, where: str) -> CardExample:
+def example_of(loaded: Any, where: str) -> CardExample:
+    """One of `examples`; raises `CardFault`."""
     fields = _object({"prompt": loaded} if isinstance(loaded, str) else loaded, where, ("title", "prompt"))
-    prompt = _text(fields, "prompt", where, MAX_PROMPT_LEN)
+    prompt = text_field(fields, "prompt", where, MAX_PROMPT_LEN)
     if not prompt.strip():
-        raise _Fault(f"has an empty {where}.prompt")
-    title = " ".join(_text(fields, "title", where, MAX_TITLE_LEN).split())
+        raise CardFault(f"has an empty {where}.prompt")
+    title = " ".join(text_field(fields, "title", where, MAX_TITLE_LEN).split())
     return CardExample(title or _shortened(" ".join(prompt.split())), prompt)
 
 
@@ -150,31 +161,33 @@ def _shortened(words: str) -> str:
 
 def _object(loaded: Any, where: str, known: Sequence[str]) -> Fields:
     if not isinstance(loaded, dict):
-        raise _Fault(f"has {where}, which is no JSON object" if where else "is not one JSON object")
+        raise CardFault(f"has {where}, which is no JSON object" if where else "is not one JSON object")
     unknown = next((name for name in loaded if name not in known), None)
     if unknown is not None:
         place = f" in {where}" if where else ""
-        raise _Fault(f"has an unknown field {unknown[:80]!a}{place}; known are {', '.join(known)}")
+        raise CardFault(f"has an unknown field {unknown[:80]!a}{place}; known are {', '.join(known)}")
     return loaded
 
 
-def _text(fields: Fields, name: str, where: str, max_len: int) -> str:
+def text_field(fields: Fields, name: str, where: str, max_len: int) -> str:
+    """A field of text, empty where it is left out; raises `CardFault`."""
     value, shown = fields.get(name, ""), f"{where}.{name}".lstrip(".")
     if not isinstance(value, str) or len(value) > max_len:
-        raise _Fault(f"has a {shown} that is no text of at most {max_len} characters")
+        raise CardFault(f"has a {shown} that is no text of at most {max_len} characters")
     # Lone surrogates cannot be sent to anybody, and control characters are nobody's words.
     if any(letter not in "\n\t" and (letter < " " or "\x7f" <= letter <= "\x9f" or "\ud800" <= letter <= "\udfff")
            for letter in value):  # fmt: skip
-        raise _Fault(f"has a {shown} with control characters")
+        raise CardFault(f"has a {shown} with control characters")
     return value
 
 
-def _number(fields: Fields, name: str, is_allowed: Callable[[float], bool]) -> float | None:
+def number_field(fields: Fields, name: str) -> float | None:
+    """A field of `sampling`, None where it is left out; raises `CardFault`."""
     value = fields.get(name)
     if value is None:
         return None
-    ranges = {"temperature": "from 0 to 2", "top_p": "over 0, up to 1", "max_tokens": f"whole, 1 to {MAX_MAX_TOKENS}"}
+    rule, is_allowed = _SAMPLING[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (isinstance(value, int) or math.isfinite(value)) or not is_allowed(value):
-        raise _Fault(f"has a sampling.{name} that is no number {ranges[name]}")
+        raise CardFault(f"has a sampling.{name} that is no number {rule}")
     return float(value)

@@ -9,6 +9,7 @@ from typing import IO
 
 from adapters.card import CARD_NAME
 from adapters.folder import CONFIG_NAME, INDEX_NAME, NEW_EMBEDDINGS_NAME
+from adapters.readme import README_NAME
 from adapters.tokenizer_files import TOKENIZER_NAMES
 
 _WANTED = re.compile(r"adapter[\w.-]*\.safetensors")
@@ -17,7 +18,7 @@ _WANTED = re.compile(r"adapter[\w.-]*\.safetensors")
 def is_wanted(name: str) -> bool:
     """Whether a file of this name, without folders, is downloaded."""
     is_weights = _WANTED.fullmatch(name) is not None or name == NEW_EMBEDDINGS_NAME
-    return is_weights or name in (CONFIG_NAME, INDEX_NAME, CARD_NAME, *TOKENIZER_NAMES)
+    return is_weights or name in (CONFIG_NAME, INDEX_NAME, CARD_NAME, README_NAME, *TOKENIZER_NAMES)
 
 
 def write_zip(folder: Path, target: IO[bytes]) -> None:

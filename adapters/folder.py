@@ -75,6 +75,10 @@ class AdapterFolder:
         }.values():
             file.check_unchanged()
 
+    def read_start(self, name: str, max_len: int) -> bytes:
+        """The first bytes of a file beside the tensors, as the function of this name gives them."""
+        return read_start(self._folder, name, max_len, self._allowed_roots)
+
     def __enter__(self) -> AdapterFolder:
         return self
 
@@ -184,6 +188,19 @@ def stamp_of(folder: Path) -> Stamp | None:
     stamp = tuple((name, status.st_mtime_ns, status.st_size) for name, status in stats)
     newest = max((changed_at for _, changed_at, _ in stamp), default=0)
     return stamp if time.time_ns() - newest > _COARSEST_CLOCK_NS else None
+
+
+def read_start(folder: Path, name: str, max_len: int, allowed_roots: Sequence[Path] | None) -> bytes:
+    """The first `max_len` bytes of a file that an adapter does not depend on; none where it is not there or not to be read."""
+    path = folder / name
+    try:
+        is_inside = allowed_roots is None or is_under(path, allowed_roots)
+        if not is_inside or not stat.S_ISREG(path.stat().st_mode):
+            return b""
+        with path.open("rb") as file:
+            return file.read(max_len)
+    except OSError:
+        return b""
 
 
 def is_under(path: Path, roots: Sequence[Path]) -> bool:

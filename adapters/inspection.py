@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from adapters.card import read_card
 from adapters.errors import AdapterRefused
 from adapters.folder import AdapterFolder
 from adapters.intake import with_card
@@ -23,6 +22,7 @@ from adapters.mlx import is_mlx_config
 from adapters.places import TensorPlace
 from adapters.plan import check_adapter, parse_config
 from adapters.planned import AdapterPlan
+from adapters.readme import find_card
 from adapters.report import AdapterReport
 from adapters.spec import AdapterSpec
 from adapters.surface import EmbeddingSite, LinearSite, ModelSurface
@@ -72,7 +72,7 @@ def _inspect(folder: Path, surface: ModelSurface | None, base: str | None) -> In
     name = f"{kind} {version}" if kind == "PEFT" and isinstance(version, str) else kind
     try:
         plan = check_adapter(folder, target)
-        report = with_card(read_adapter(folder, target).report, read_card(folder))
+        report = with_card(read_adapter(folder, target).report, find_card(folder))
     except AdapterRefused as error:
         return Inspection(name, base, None, error.reasons)
     if surface is None:

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from adapters.card import AdapterCard, read_card
+from adapters.card import AdapterCard
 from adapters.catalog import CatalogRow
 from adapters.errors import AdapterError, AdapterFilesNotFound, AdapterRefused, StorageFull
 from adapters.generation import Generation
 from adapters.located import Located
 from adapters.plan import check_adapter
+from adapters.readme import find_card
 from adapters.records import AdapterEntry
 from adapters.report import AdapterReport
 from adapters.surface import ModelSurface
@@ -62,7 +63,7 @@ def judge_upload(
         return UploadReport(is_ok=False, errors=[error.message], code=error.code), None
     try:
         generation = read_generation(folder, surface)
-        card = read_card(folder)
+        card = find_card(folder)
     except AdapterError as error:
         errors = error.reasons if isinstance(error, AdapterRefused) else [error.message]
         return UploadReport(False, errors, error.code, unpacked.files, unpacked.ignored), None

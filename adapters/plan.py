@@ -8,6 +8,7 @@ adapters at start.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from adapters.errors import AdapterRefused
@@ -18,6 +19,7 @@ from adapters.landing import Halves, Piece, first_few, land, listed, pair_up, sh
 from adapters.mlx import as_peft_config, is_mlx_config
 from adapters.pairs import Misfit, plan_embedding, plan_linear
 from adapters.planned import AdapterPlan, PlannedBias, PlannedEmbedding, PlannedPair
+from adapters.readme import MAX_HEADER_LEN, README_NAME, readme_base
 from adapters.spec import AdapterSpec, OtherKind, declared_alphas, parse_spec
 from adapters.surface import ModelSurface
 from adapters.targets import target_warnings
@@ -79,7 +81,10 @@ def parse_config(config: object) -> AdapterSpec:
 def _parse(files: AdapterFolder, reasons: list[str]) -> AdapterSpec | None:
     """The config, or None with its faults in `reasons`; raises where looking at the tensors would explain nothing."""
     try:
-        return parse_config(files.config)
+        spec = parse_config(files.config)
+        if not spec.base_model_name_or_path:
+            spec = replace(spec, base_model_name_or_path=readme_base(files.read_start(README_NAME, MAX_HEADER_LEN)))
+        return spec
     except OtherKind:
         raise
     except AdapterRefused as error:

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from adapters.card import AdapterCard, read_card
+from adapters.card import AdapterCard
 from adapters.errors import AdapterFilesNotFound, AdapterRefused
 from adapters.folder import is_under, stamp_of
 from adapters.generation import Generation
 from adapters.intake import read_generation
 from adapters.located import Located
+from adapters.readme import find_card
 from adapters.records import AdapterEntry
 from adapters.surface import ModelSurface
 from adapters.tally import Tally
@@ -110,7 +111,7 @@ class Reader:
 
     def card(self, folder: Path) -> AdapterCard | None:
         """The card that lies in a folder; raises `AdapterRefused`."""
-        return read_card(folder, allowed_roots=self._roots_of(folder))
+        return find_card(folder, allowed_roots=self._roots_of(folder))
 
     def _roots_of(self, folder: Path) -> Sequence[Path] | None:
         """Where the links of a folder may lead; None for anywhere."""

@@ -22,6 +22,7 @@ from typing import IO, Any, BinaryIO
 from adapters.card import CARD_NAME
 from adapters.errors import UploadRefused, UploadTooLarge
 from adapters.folder import CONFIG_NAME, PICKLE_NAMES, PICKLE_REMEDY
+from adapters.readme import README_NAME
 from adapters.storage import storage_faults
 from adapters.tokenizer_files import TOKENIZER_NAMES
 
@@ -36,7 +37,7 @@ CHUNK_LEN = 1 << 20
 
 _ALLOWED = re.compile(
     r"adapter_config\.json|[A-Za-z0-9._ -]+\.safetensors|[A-Za-z0-9._ -]+\.safetensors\.index\.json|"
-    + "|".join(map(re.escape, (CARD_NAME, *TOKENIZER_NAMES)))
+    + "|".join(map(re.escape, (CARD_NAME, README_NAME, *TOKENIZER_NAMES)))
 )
 _DRIVE = re.compile(r"[A-Za-z]:")
 _NESTED = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar")

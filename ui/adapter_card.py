@@ -44,25 +44,27 @@ def adapter_card_html(text: Texts, info: AdapterInfo, *, filled: Sequence[str] =
     """
     if info.error is not None:
         return f"<p class='trouble'>{escape(info.error)}</p>"
+    own = card_of(info)
     facts = [
         ("generation", short_digest(info.generation)),
         ("rank", text("card.rank_value", rank=info.rank, scale=f"{info.scale:g}")),
         ("modules", text("card.modules_value", count=info.num_modules, names=", ".join(info.target_modules))),
         ("size", text.size(info.num_bytes)),
         ("base", info.report.get("base_model") or ""),
+        ("license", own.license if own else ""),
         ("default_for", text.media(info.default_for)),
         ("requests", str(info.num_requests)),
     ]
     cells = "".join(
         f"<div><dt>{escape(text(f'card.{key}'))}</dt><dd>{escape(value)}</dd></div>" for key, value in facts if value
     )
-    card, listed = card_of(info), f"<dl>{cells}</dl>"
-    if card is not None:  # What the author says comes first, and the settings below stay in sight.
+    listed = f"<dl>{cells}</dl>"
+    if own is not None:  # What the author says comes first, and the settings below stay in sight.
         listed = f"<details><summary>{escape(text('card.details'))}</summary>{listed}</details>"
     return (
         f"<section class='adapter-card' aria-label='{escape(info.name)}'><p class='answered-by'>{mark_html(info.name)}"
         f"<strong>{escape(info.name)}</strong><span class='chip plain'>{escape(text(f'adapters.state.{info.state}'))}</span>"
-        f"</p>{_own_words(text, card, filled, kept)}{listed}</section>"
+        f"</p>{_own_words(text, own, filled, kept)}{listed}</section>"
     )
 
 

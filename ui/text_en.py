@@ -84,6 +84,7 @@ ENGLISH: Mapping[str, str] = {
     "card.modules_value": "{count}: {names}",
     "card.size": "Size",
     "card.base": "Trained on",
+    "card.license": "License",
     "card.default_for": "Default for",
     "card.requests": "Requests",
     # what may be sent, by what the model takes

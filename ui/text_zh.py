@@ -84,6 +84,7 @@ CHINESE: Mapping[str, str] = {
     "card.modules_value": "{count} 个：{names}",
     "card.size": "大小",
     "card.base": "训练所用模型",
+    "card.license": "许可证",
     "card.default_for": "默认用于",
     "card.requests": "请求数",
     # what may be sent, by what the model takes

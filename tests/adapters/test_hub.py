@@ -19,7 +19,7 @@ from adapters.resolvers.progress import Downloads
 from tests.adapters.hub_server import HubServer, serve_hub, use_hub
 
 ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"w" * 3_000_000}
-OTHERS = {"adapter_model.bin": b"pickle", "model-00001-of-00002.safetensors": b"base", "README.md": b"#", "a.py": b""}
+OTHERS = {"adapter_model.bin": b"pickle", "model-00001-of-00002.safetensors": b"base", "notes.md": b"#", "a.py": b""}
 
 
 @pytest.fixture

@@ -356,7 +356,7 @@ def test_inspecting_an_upload_keeps_nothing(make: Make, reference: Path, tmp_pat
     manager = make()
     report = manager.inspect_upload(upload_of(reference))
     assert report.is_ok and report.report is not None and report.report["matched"] == 4 and report.errors == []
-    assert report.files == ["adapter_config.json", "adapter_model.safetensors"] and report.ignored == ["README.md"]
+    assert report.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"] and report.ignored == []
     assert manager.list() == [] and manager.stats().num_cpu == 0
     assert [*(tmp_path / "own" / "adapters").iterdir()] == [*(tmp_path / "own" / "incoming").iterdir()] == []
 

@@ -53,12 +53,12 @@ def written(target: Path) -> dict[str, bytes]:
         {"x.zip": zip_of(in_folder("out/checkpoint-100"))},
         {"x.zip": zip_of(in_folder("my lora (1)"))},
         {"x.zip": zip_of(in_folder("适配器"))},
-        {"x.zip": zip_of({"README.md": b"#", "optimizer.pt": b"x", "run.py": b"x", "deep/er/notes.txt": b"x"} | GOOD)},
+        {"x.zip": zip_of({"notes.md": b"#", "optimizer.pt": b"x", "run.py": b"x", "deep/er/notes.txt": b"x"} | GOOD)},
         {"x.zip": zip_of({"__MACOSX/._adapter_config.json": b"junk", ".DS_Store": b"x", "a/.git/x.zip": b"x"} | GOOD)},
         {"x.zip": zip_of(in_folder("a") | {"__MACOSX/a/._adapter_config.json": b"x", "a/.cache/adapter_config.json": b"x"})},
         GOOD,
         in_folder("picked-folder"),
-        GOOD | {"README.md": b"#", ".DS_Store": b"x", "training_args.bin": b"x"},
+        GOOD | {"NOTES.md": b"#", ".DS_Store": b"x", "training_args.bin": b"x"},
     ],
 )  # fmt: skip
 def test_an_adapter_is_found_in_any_packing_and_only_its_files_are_written(

@@ -110,7 +110,6 @@ def test_the_header_tells_how_busy_the_server_is_to_who_sees_all() -> None:
     assert load not in header_html(page, Texts(), sees_all=False)
 
 
-
 def test_stacked_areas_stand_on_each_other_and_names_are_escaped() -> None:
     series = [Series("a", [(0.0, 1.0), (1.0, 1.0)]), Series("<b>", [(0.0, 1.0), (1.0, 1.0)])]
     drawn = plot_html("t", "now", series, kind="stacked", top=2.0, top_label="2", span="s", empty="e")

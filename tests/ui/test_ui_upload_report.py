@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapters.card import parse_card
+from adapters.card import AdapterCard, parse_card
 from adapters.report import AdapterReport
 from adapters.upload import ProbeReport, UploadReport
 from ui.text import LANGUAGES, Texts
@@ -88,9 +88,12 @@ def test_what_an_adapters_card_brings_is_told(language: str, said: str) -> None:
     text = Texts(LANGUAGES[language])
     for card, expected in ((content, said), ({}, text("report.card.empty"))):
         brought = parse_card(json.dumps(card).encode()).to_dict()
+        del brought["license"]  # As a report that was stored before there were licences.
         lines = report_lines(text, parcel(UploadReport(True, report=facts(card=brought))))
         assert [(verdict, words) for verdict, words in lines if words == expected] == [("passed", expected)]
     assert not [words for _, words in report_lines(text, parcel(UploadReport(True, report=facts()))) if "card" in words]
+    licensed = facts(card=AdapterCard(license="apache-2.0").to_dict())
+    assert "apache-2.0" in report_lines(text, parcel(UploadReport(True, report=licensed)))[-1][1]
 
 
 def test_mixed_ranks_doubts_and_faults_are_told() -> None:
