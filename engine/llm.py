@@ -3,7 +3,8 @@
     from engine import LLM, SamplingParams, LoRARequest
 
 Goes through the same intake, routing and engine thread as the server. Adapters given as `LoRARequest` are loaded from
-their path (a folder, a hub id, an `s3://` address) at first use and kept; a name that was loaded from elsewhere is an error.
+their path (a folder, a hub id, an `s3://` address) at first use and kept; a name that was loaded from elsewhere is an error,
+unless `load_inplace` asks for it to be replaced.
 """
 
 from __future__ import annotations
@@ -120,8 +121,7 @@ class LLM:
         Raises:
             AppError: the recording cannot be read, or the model takes no audio, language or prompt.
         """
-        if lora_request is not None:
-            self._ensure_loaded(lora_request)
+        self._ensure_loaded([lora_request])
         part, engine = _audio(audio), self.engine
         engine.transcription_prompt(part, language=language, prompt=prompt)
         recording = engine.recordings.read(part)
@@ -151,8 +151,7 @@ class LLM:
     ) -> list[RequestOutput]:
         sampling = _one_each(sampling_params or SamplingParams(), len(prompts), "sampling_params")
         loras = _one_each(lora_request, len(prompts), "lora_request")
-        for lora in dict.fromkeys(lora for lora in loras if lora is not None):
-            self._ensure_loaded(lora)
+        self._ensure_loaded(loras)
         return list(self._outputs(zip(prompts, sampling, loras, strict=True), len(prompts)))
 
     def _outputs(
@@ -177,17 +176,36 @@ class LLM:
         started.popleft()
         return output
 
-    def _ensure_loaded(self, lora: LoRARequest) -> None:
+    def _ensure_loaded(self, loras: Iterable[LoRARequest | None]) -> None:
+        """Load what one call asks for, replacements first; nothing is loaded where the call contradicts itself."""
+        wanted = list(dict.fromkeys(lora for lora in loras if lora is not None))
+        places: dict[str, str] = {}
+        for lora in wanted:
+            if lora.load_inplace and not lora.lora_path:
+                raise InvalidRequest(
+                    f"lora_request asks for load_inplace of {lora.lora_name!r} without a lora_path; give the path.",
+                    param="lora_request",
+                )
+            place = _place(lora.lora_path)
+            if lora.lora_path and places.setdefault(lora.lora_name, place) != place:
+                raise InvalidRequest(
+                    f"lora_request gives the adapter {lora.lora_name!r} two paths in one call; use another name for one of them.",
+                    param="lora_request",
+                )
+        for lora in sorted(wanted, key=lambda lora: not lora.load_inplace):
+            self._load(lora)
+
+    def _load(self, lora: LoRARequest) -> None:
         """One without a path is left to the sources of `lora_resolver`."""
         name, path, adapters = lora.lora_name, lora.lora_path, self.engine.adapters
         if not path:
             return
-        if not adapters.contains(name):
-            adapters.load(name, path)
+        if lora.load_inplace or not adapters.contains(name):
+            adapters.load(name, path, load_inplace=lora.load_inplace)
         elif _place(path) != _place(source := adapters.get(name).source):
             raise InvalidRequest(
                 f"lora_request gives the adapter {name!r} the path {path!r}, but that name was loaded from {source!r}; use "
-                "another name, or first llm.engine.adapters.load(name, path, load_inplace=True).",
+                "another name, or LoRARequest(…, load_inplace=True) to replace it.",
                 param="lora_request",
             )
 

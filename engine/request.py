@@ -183,11 +183,16 @@ class LoRARequest:
     """An adapter for the offline API, in vLLM's argument order: a name, a caller's id (not used), and a path.
 
     Without a path the name must be loaded already, or known to a source of `lora_resolver`.
+
+    Attributes:
+        load_inplace: read the adapter from its path at each call that is given this, and replace what the name meant before;
+            without it a name that is loaded is used as it is. Answers that have begun keep what they began with.
     """
 
     lora_name: str
     lora_int_id: int = 1
     lora_path: str = ""
+    load_inplace: bool = field(default=False, kw_only=True)
 
 
 PROBE = "probe"

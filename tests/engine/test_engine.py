@@ -635,3 +635,40 @@ def test_offline_a_name_never_answers_for_another_path(
             llm.generate(["hello", "hello"], greedy, lora_request=pair)
     finally:
         llm.close()
+
+
+def test_offline_load_inplace_reads_the_path_anew_and_replaces_what_the_name_meant(
+    speech_dir: Path, speech_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    llm = LLM(str(speech_dir), adapter_dir=str(tmp_path / "catalogue"))
+    folder, other = tmp_path / "mine", tmp_path / "other"
+
+    def write(path: Path, alpha: int) -> None:
+        shutil.copytree(speech_adapters["style"], path, dirs_exist_ok=True)
+        config = path / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": alpha}))
+
+    def used(*requests: LoRARequest) -> list[str | None]:
+        outputs = llm.generate(
+            ["hello"] * len(requests), SamplingParams(temperature=0, max_tokens=2), lora_request=requests
+        )
+        return [output.receipt.generation for output in outputs]
+
+    try:
+        write(folder, 2)
+        write(other, 3)
+        plain, anew = LoRARequest("mine", 1, str(folder)), LoRARequest("mine", 1, str(folder), load_inplace=True)
+        [first] = used(anew)
+        write(folder, 4)
+        assert used(plain) == [first]
+        [second, same] = used(plain, anew)
+        assert second == same != first and used(plain) == [second]
+        [third] = used(LoRARequest("mine", 1, str(other), load_inplace=True))
+        assert third not in (first, second) and used(LoRARequest("mine")) == [third]
+        with pytest.raises(InvalidRequest, match="without a lora_path"):
+            used(LoRARequest("mine", load_inplace=True))
+        with pytest.raises(InvalidRequest, match="two paths in one call"):
+            used(anew, LoRARequest("mine", 1, str(other), load_inplace=True))
+        assert used(LoRARequest("mine")) == [third]
+    finally:
+        llm.close()
