@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 import kernels
 from kernels import LoraMetadata, LoraSegment, reference, tuning
+from tests.kernels.interpreted import call_interpreted
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
@@ -212,15 +209,7 @@ def check_interpreted() -> None:
 @needs_triton
 @pytest.mark.timeout(600)  # A minute of one core, which others may be using too.
 def test_the_interpreted_kernels_equal_float64() -> None:
-    # A process of its own: Triton decides at import whether its functions are interpreted.
-    result = subprocess.run(
-        [sys.executable, "-c", "from tests.kernels.test_lora import check_interpreted; check_interpreted()"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    call_interpreted("tests.kernels.test_lora", "check_interpreted")
 
 
 @pytest.mark.gpu

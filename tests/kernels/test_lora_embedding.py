@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 import kernels
 from kernels import LoraMetadata, LoraSegment
+from tests.kernels.interpreted import call_interpreted
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Largest ‖output - oracle‖ / ‖oracle - base‖; gathered numbers are exact, so only the output is rounded."""
@@ -80,15 +77,7 @@ def check_interpreted() -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.timeout(600)  # A minute of one core, which others may be using too.
 def test_the_interpreted_kernel_equals_float64() -> None:
-    # A process of its own: Triton decides at import whether its functions are interpreted.
-    result = subprocess.run(
-        [sys.executable, "-c", "from tests.kernels.test_lora_embedding import check_interpreted; check_interpreted()"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    call_interpreted("tests.kernels.test_lora_embedding", "check_interpreted")
 
 
 @pytest.mark.gpu

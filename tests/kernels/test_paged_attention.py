@@ -7,11 +7,8 @@ this file once more in a process of its own.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ if not HAS_TRITON:
 
 from kernels.kv_write import write_kv_
 from kernels.paged_attention import paged_attention, plan_splits
+from tests.kernels.interpreted import run_interpreted
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_gpu = [
@@ -253,12 +251,8 @@ if IS_INTERPRETED:  # else they do not exist: a test that is always skipped in a
 @pytest.mark.skipif(IS_INTERPRETED or torch.cuda.is_available(), reason="the sweep runs here, or on the GPU")
 @pytest.mark.timeout(600)  # A minute of one core, which others may be using too.
 def test_the_sweep_passes_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).resolve().parents[2]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
-    assert f"{len(CASES) + 5} passed" in result.stdout, result.stdout[-1000:]
+    printed = run_interpreted("-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__)
+    assert f"{len(CASES) + 5} passed" in printed, printed[-1000:]
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs no kernel")

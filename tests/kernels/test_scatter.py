@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -13,6 +11,7 @@ import torch
 
 import kernels
 from kernels import reference
+from tests.kernels.interpreted import call_interpreted
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int32]
@@ -49,7 +48,7 @@ def test_kernel_equals_indexing_on_a_gpu(dtype: torch.dtype) -> None:
     check(kernels.scatter_rows_, "cuda", dtype)
 
 
-def run_interpreted() -> None:
+def check_interpreted() -> None:
     """The same by Triton's interpreter; for a process started with TRITON_INTERPRET=1."""
     from kernels import scatter
 
@@ -61,9 +60,4 @@ def run_interpreted() -> None:
 @needs_triton
 @pytest.mark.timeout(600)  # A minute of one core, which others may be using too.
 def test_kernel_equals_indexing_in_the_interpreter() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", "from tests.kernels.test_scatter import run_interpreted; run_interpreted()"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0 and "swept" in result.stdout, result.stdout + result.stderr
+    assert call_interpreted("tests.kernels.test_scatter", "check_interpreted") == "swept"
