@@ -150,8 +150,15 @@ class EngineConfig:
         metavar="DIR",
         shown_default="the user's data folder",
     )
-    quantization: str | None = setting(None, "not served yet: any value is refused", metavar="METHOD")
-    gguf_file: str | None = setting(None, "name of a GGUF file inside the model folder", metavar="FILE")
+    quantization: str | None = setting(
+        None,
+        "quantise the decoder's linears while loading: int8, int8-dynamic, int4, fp8, fp8-dynamic or bitsandbytes; "
+        "checkpoints that are quantised already need no flag",
+        metavar="METHOD",
+    )
+    gguf_file: str | None = setting(
+        None, "name of a GGUF file inside the model folder, where that holds more than one", metavar="FILE"
+    )
 
 
 def is_switch(row: Field[Any]) -> bool:

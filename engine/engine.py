@@ -48,10 +48,12 @@ from engine.setup import (
     fit_context,
     make_cache,
     packing_budget,
+    records_steps,
     runs_ahead,
     transcription_window,
     user_data_dir,
     with_embedded_defaults,
+    with_gguf_file,
 )
 from engine.starter import Starter
 from engine.stats import EngineStats, take_stats
@@ -87,7 +89,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, checks_integrity: bool = False) -> None:
         self.started_at = time.time()
-        self.config = config = with_embedded_defaults(config)
+        self.config = config = with_embedded_defaults(with_gguf_file(config))
         check_settings(config)
         self.base = load_model(
             config.model,
@@ -129,7 +131,7 @@ class Engine:
         adapter_dir = Path(config.adapter_dir) if config.adapter_dir else user_data_dir()
         self.sources = make_sources(config, self.base.name, adapter_dir)
         has_kernels = HAS_TRITON and self.base.kv_shape.head_dim <= MAX_HEAD_DIM
-        has_graphs = self.base.device.type == "cuda" and has_kernels and not config.enforce_eager
+        has_graphs = records_steps(config, self.base) and has_kernels
         self._lora = LoraSide(
             config, self.base, self._texts, self._encoder_cache, base_names=self.model_names, adapter_dir=adapter_dir,
             locate=self.sources.locate, has_graphs=has_graphs,

@@ -1,13 +1,15 @@
 """Makes a model's linear layers LoRA-aware, and holds the adapters' weights that the kernels read.
 
-A linear becomes LoRA-aware by a change of its class, so names, tied weights and saving stay as they are. Linears that read
-the same input (q, k and v; gate and up) form a group: one base product and one LoRA add serve all of them. Every group
+A linear becomes LoRA-aware by a change of its class, so names, tied weights and saving stay as they are, and whatever a
+quantised class computes stays its own business. Plain linears that read the same input (q, k and v; gate and up) form a
+group: one base product and one LoRA add serve all of them. Every group
 has fixed buffers with one row an adapter; a step's metadata says which packed tokens use which row. Owns the buffers;
 which adapter lies in which row is `adapters/slots`' business, which writes through `LoraBuffers`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -16,6 +18,7 @@ from torch import nn
 
 from adapters.surface import LinearSite
 from engine import cpu_linear, ops
+from engine.linears import device_of, is_plain
 from engine.lora_copies import GpuRowCopy, RowCopies
 from engine.lora_scale_shift import ScaleShift
 from kernels import HAS_TRITON, LoraMetadata, lora_add_group_
@@ -27,6 +30,7 @@ SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears that read the same input, in the order in which model classes call them."""
 
 _MEMBER = "switchboard_lora"
+_OWN_FORWARD = "switchboard_own_forward"
 
 
 class LoraGroup:
@@ -39,6 +43,8 @@ class LoraGroup:
         host_ranks: [N][M] ranks, 0 where the row's adapter does not touch the module; `ranks` has them on the device.
         metadata: which packed tokens use which row; shared with all groups of the same part of the model.
         step_number: by which operators find `metadata`.
+        has_plain_base: whether the base product is one of plain weights, which is computed here; else each module's own
+            forward computes it, whatever its class does.
         scale_shift: what adapters do to the base product itself; None until one does anything.
     """
 
@@ -57,7 +63,7 @@ class LoraGroup:
         self.metadata = metadata
         self.step_number = step_number
         self.slice_ends = tuple(_ends([sites[name].out_features for name in self.names]))
-        device = next(next(iter(modules.values())).parameters()).device
+        device = device_of(next(iter(modules.values())))
         in_features = sites[self.names[0]].in_features
         shape_a = (num_slots, len(self.names), max_rank, in_features)
         self.lora_a = torch.zeros(shape_a, dtype=dtype, device=device)
@@ -68,16 +74,20 @@ class LoraGroup:
         self._bias: torch.Tensor | None = None
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         self.scale_shift: ScaleShift | None = None
+        self.has_plain_base = all(is_plain(module) for module in modules.values())
         if len(modules) > 1:
             self._fuse(cast("list[nn.Linear]", list(modules.values())))
 
     def forward(self, index: int, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Module `index`'s output [..., out] for x [..., in]; in a group the first module's call serves all."""
         if self._weight is None:
-            if _is_plain(module):
+            if self.has_plain_base:
                 linear = cast(nn.Linear, module)
                 return self._linear(x, linear.weight, linear.bias)
-            output: torch.Tensor = super(LoraLinearMixin, module).forward(x)  # type: ignore[misc]
+            own_forward = getattr(module, _OWN_FORWARD, None)
+            if own_forward is None:
+                own_forward = super(LoraLinearMixin, module).forward  # type: ignore[misc]
+            output: torch.Tensor = own_forward(x).contiguous()
             self._add(output, x)
             return output
         if index == 0 or self._last is None or self._last[0] is not x:
@@ -192,7 +202,7 @@ def linear_weights(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]
     """The model's plain linears, LoRA-aware or not, each with the weight that its product reads: a group shares one."""
     for module in model.modules():
         member: LoraMember | None = getattr(module, _MEMBER, None)
-        if type(module) is nn.Linear or (member is not None and _is_plain(module)):
+        if is_plain(module) if member is None else member.group.has_plain_base:
             linear = cast(nn.Linear, module)
             yield linear, linear.weight if member is None else member.group.weight_of(linear)
 
@@ -227,12 +237,9 @@ class LoraBuffers:
                 modules, sites, metadata[part], numbers[part], num_slots=num_slots, max_rank=max_rank, dtype=dtype
             )
             for index, module in enumerate(modules.values()):
-                base = type(module)
-                if base not in classes:
-                    classes[base] = type(f"Lora{base.__name__}", (LoraLinearMixin, base), {})
-                module.__class__ = classes[base]
                 # A group is no tensor, so nn.Module keeps it as a plain attribute, out of the state dict.
                 setattr(module, _MEMBER, LoraMember(group, index))
+                _make_aware(module, classes)
             self._groups.append(group)
         has_copies = bool(self._groups) and HAS_TRITON and self._groups[0].lora_a.is_cuda
         self._copies = RowCopies(self._groups) if has_copies else None
@@ -285,16 +292,30 @@ def _can_fuse(model: nn.Module, sites: Mapping[str, LinearSite], names: tuple[st
     if any(name not in sites for name in names):
         return False
     modules = [model.get_submodule(name) for name in names]
-    if any(type(module) is not nn.Linear for module in modules):
+    if not all(is_plain(module) for module in modules):
         return False
     linears = cast("list[nn.Linear]", modules)
     kinds = {(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}
     return len(kinds) == 1
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a LoRA-aware linear is an `nn.Linear` underneath, not a class that computes in its own way."""
-    return type(module).__bases__[-1] is nn.Linear
+def _make_aware(module: nn.Module, classes: dict[type, type]) -> None:
+    """Change a linear's class, or its forward alone where that is an attribute of its own or its class cannot be changed.
+
+    `classes` has the LoRA-aware class of each class that was met before.
+    """
+    base = type(module)
+    if "forward" not in vars(module):
+        if base not in classes:
+            classes[base] = type(f"Lora{base.__name__}", (LoraLinearMixin, base), {})
+        try:
+            module.__class__ = classes[base]
+        except TypeError:  # Its layout in memory differs, as where a class keeps slots.
+            pass
+        else:
+            return
+    setattr(module, _OWN_FORWARD, module.forward)
+    module.forward = functools.partial(LoraLinearMixin.forward, module)  # type: ignore[arg-type]
 
 
 def _ends(sizes: list[int]) -> Iterator[int]:

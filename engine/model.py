@@ -26,10 +26,12 @@ from engine.architectures import Architecture, find_architecture, rope_types
 from engine.attention import PAGED_ATTENTION
 from engine.errors import AppError, InvalidRequest, UnsupportedModel
 from engine.kv_cache import KVShape
+from engine.linears import device_of, float_dtype, is_linear, is_plain_tensor, stored_bytes
 from engine.lora_embedding import EmbeddingLora
 from engine.origin import find_origin
 from engine.positions import NUM_GRID_ROWS, LongRope
 from engine.published_phi4 import PUBLISHED_TYPE, native_fields
+from engine.quantization import Quantization, choose_quantization, declared_in, explained, outlined
 from engine.request import Modality
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class BaseModel:
         config: its config; `text_config` is the decoder's.
         architecture: how to drive it.
         origin: the folder or hub id that its tokenizer and processors are read from too.
+        quantization: how its weights are quantised; None in full precision.
         device: where it lies.
         embedding_name: module name of the decoder's embedding table.
         embedding_lora: adapters of that table; None without.
@@ -54,21 +57,32 @@ class BaseModel:
         long_rope: the rotary embedding, where requests of different length take different frequencies.
     """
 
-    def __init__(self, model: PreTrainedModel, architecture: Architecture, name: str, origin: str) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        architecture: Architecture,
+        name: str,
+        origin: str,
+        quantization: Quantization | None = None,
+    ) -> None:
         self.model = model
         self.name = name
         self.origin = origin
+        self.quantization = quantization
         self.architecture = architecture
         self.config = model.config
         self.text_config = model.config.get_text_config()
         self.decoder = cast(Any, model.get_submodule(architecture.decoder))
-        self.device = next(model.parameters()).device
-        self.dtype: torch.dtype = next(self.decoder.parameters()).dtype
+        self.device = device_of(model)
+        self.dtype = float_dtype(self.decoder)
         self._embedding = self.decoder.get_input_embeddings()
         self.embedding_name = next(name for name, module in model.named_modules() if module is self._embedding)
         self.embedding_lora: EmbeddingLora | None = None
         self.added_tokens: AddedTokens | None = None
         self._lm_head = cast(Any, model.get_submodule("lm_head"))
+        # An outline has plain linears where the checkpoint's are quantised.
+        is_outline = self.device.type == "meta" and quantization is not None and not quantization.is_unpacked
+        self._hidden = frozenset(site.name for site in self._decoder_linears()) if is_outline else frozenset()
         self.long_rope: LongRope | None = None
         if "longrope" in rope_types(self.config):
             self.decoder.rotary_emb = self.long_rope = LongRope(self.decoder.rotary_emb, self.text_config)
@@ -84,7 +98,7 @@ class BaseModel:
     @property
     def vocab_size(self) -> int:
         """V, rows of the embedding."""
-        return int(self._embedding.weight.shape[0])
+        return int(self._embedding.num_embeddings)
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -105,12 +119,16 @@ class BaseModel:
     def max_in_features(self) -> int:
         """Input columns of the widest linear of the decoder and head."""
         modules = [*self.decoder.modules(), self._lm_head]
-        return max(int(module.in_features) for module in modules if _is_linear(module))
+        return max(int(module.in_features) for module in modules if is_linear(module))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights."""
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+        num_bytes = stored_bytes(self.model)
+        if self._hidden and self.quantization is not None and self.quantization.bits is not None:
+            num_numbers = sum(site.in_features * site.out_features for site in self._decoder_linears())
+            num_bytes -= int(num_numbers * (self.dtype.itemsize - self.quantization.bits / 8))
+        return num_bytes
 
     @property
     def kv_shape(self) -> KVShape:
@@ -169,18 +187,17 @@ class BaseModel:
         why_tokenizer_unfit: Callable[[Mapping[str, bytes], int], str | None] = any_tokenizer,
     ) -> ModelSurface:
         """What adapters may touch, for `adapters`; `has_scale_shift` says whether DoRA and trained biases have room."""
-        linears: dict[str, LinearSite] = {}
+        linears = {site.name: site for site in self._sites()}
         unsupported: dict[str, str] = {}
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Embedding) and module is not self._embedding:
                 unsupported[name] = "LoRA on embeddings is not served"
             elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
                 unsupported[name] = "LoRA on convolutions is not served"
-            elif _is_linear(module) and not _is_inside_attention_block(self.model, name):
-                linears[name] = LinearSite(name, module.in_features, module.out_features, self._part_of(name))
-        num_tokens, width = self._embedding.weight.shape
-        is_tied = self._lm_head.weight is self._embedding.weight
-        embedding = EmbeddingSite(self.embedding_name, num_tokens, width, "lm_head" if is_tied else None)
+        is_tied = getattr(self._lm_head, "weight", None) is self._embedding.weight
+        embedding = EmbeddingSite(
+            self.embedding_name, self.vocab_size, self._embedding.embedding_dim, "lm_head" if is_tied else None
+        )
         return ModelSurface(
             model_name=self.name,
             linears=linears,
@@ -210,10 +227,18 @@ class BaseModel:
             tensor = getattr(self.model.get_submodule(parent), leaf, None)
         except AttributeError:
             return None
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            return None
-        plain = cast(torch.Tensor, tensor).detach()
-        return plain if plain.is_floating_point() else None
+        is_hidden = leaf == "weight" and parent in self._hidden
+        return cast(torch.Tensor, tensor).detach() if is_plain_tensor(tensor) and not is_hidden else None
+
+    def _sites(self) -> Iterator[LinearSite]:
+        """All linears, plain or quantised, with the shapes that they say they have."""
+        for name, module in self.model.named_modules():
+            if is_linear(module) and not _is_inside_attention_block(self.model, name):
+                # Ways of quantising differ in what they keep as a number.
+                yield LinearSite(name, int(module.in_features), int(module.out_features), self._part_of(name))
+
+    def _decoder_linears(self) -> list[LinearSite]:
+        return [site for site in self._sites() if site.part == "decoder"]
 
     def _part_of(self, name: str) -> Any:
         if name == "lm_head":
@@ -230,10 +255,6 @@ def load_model(
         UnsupportedModel: the architecture is not served.
         InvalidRequest: a setting is wrong, or no model is at the path.
     """
-    if quantization is not None:
-        raise InvalidRequest(
-            f"--quantization {quantization} is not served yet; leave the flag out.", param="quantization"
-        )
     if load_format not in ("auto", "dummy"):
         raise InvalidRequest(f"--load-format is {load_format!r}, but must be auto or dummy.", param="load_format")
     origin = find_origin(path, gguf_file)
@@ -241,17 +262,23 @@ def load_model(
     with _plain_errors(path):
         config = _read_config(origin, gguf_file)
     architecture = find_architecture(config)
+    declared = {"quant_method": "gguf"} if gguf_file else declared_in(config)
     config = architecture.own_config(config)
-    if isinstance(getattr(config, "quantization_config", None), dict):
-        raise UnsupportedModel("Checkpoints that are quantised already are not served yet; use the full-precision one.")
     torch_dtype = _pick_dtype(dtype, config, target)
+    chosen = choose_quantization(
+        declared, quantization, architecture=architecture, device=target, dtype=torch_dtype,
+        is_random=load_format == "dummy",
+    )  # fmt: skip
+    _declare(config, None if chosen is None else chosen.declared)
     model_class = getattr(transformers, architecture.class_name)
     if load_format == "dummy":
         torch.manual_seed(seed)
         with torch.device(target):
             model = model_class._from_config(copy.deepcopy(config), dtype=torch_dtype)
+        if chosen is not None:
+            chosen.quantize_(model, architecture)
     else:
-        with _plain_errors(path):
+        with _plain_errors(path), explained(chosen):
             model, report = model_class.from_pretrained(
                 origin,
                 config=copy.deepcopy(config),
@@ -260,6 +287,7 @@ def load_model(
                 output_loading_info=True,
                 **({"key_mapping": dict(architecture.renames)} if architecture.renames else {}),
                 **_gguf(gguf_file),
+                **({} if chosen is None else chosen.loading),
             )
         missing = sorted(report["missing_keys"])
         if missing:
@@ -275,26 +303,31 @@ def load_model(
             param="model",
         )
     name = Path(path).name if Path(path).exists() else path
-    return BaseModel(model.eval().requires_grad_(False).to(target), architecture, name, origin)
+    model = model.eval().requires_grad_(False)
+    if device_of(model) != target:
+        model = model.to(target)
+    return BaseModel(model, architecture, name, origin, chosen)
 
 
-def outline_model(path: str) -> BaseModel:
+def outline_model(path: str, quantization: str | None = None) -> BaseModel:
     """A base model's layers and shapes without its weights: built on the meta device, from the config alone.
 
     Raises:
         UnsupportedModel: the architecture is not served.
-        InvalidRequest: no config is at the path.
+        InvalidRequest: no config is at the path, or `quantization` is none that weights can be given while loading.
     """
     origin = find_origin(path)
     device = torch.device("meta")
     with _plain_errors(path):
         config = _read_config(origin, None)
     architecture = find_architecture(config)
+    chosen = outlined(declared_in(config), quantization)
+    _declare(config, None)
     model_class = getattr(transformers, architecture.class_name)
     with device:
         model = model_class._from_config(copy.deepcopy(config), dtype=_pick_dtype("auto", config, device))
     name = Path(path).name if Path(path).exists() else path
-    return BaseModel(model.eval().requires_grad_(False), architecture, name, origin)
+    return BaseModel(model.eval().requires_grad_(False), architecture, name, origin, chosen)
 
 
 def _read_config(path: str, gguf_file: str | None) -> PretrainedConfig:
@@ -304,6 +337,15 @@ def _read_config(path: str, gguf_file: str | None) -> PretrainedConfig:
         if content.get("model_type") == PUBLISHED_TYPE:
             return AutoConfig.for_model(**native_fields(content))
     return cast(PretrainedConfig, AutoConfig.from_pretrained(path, trust_remote_code=False, **_gguf(gguf_file)))
+
+
+def _declare(config: PretrainedConfig, quantization: Mapping[str, Any] | None) -> None:
+    """Make a config declare this quantisation, or none at all."""
+    for place in (config, config.get_text_config()):
+        if hasattr(place, "quantization_config"):
+            del place.quantization_config
+    if quantization is not None:
+        config.quantization_config = dict(quantization)
 
 
 def _gguf(gguf_file: str | None) -> dict[str, str]:
@@ -363,11 +405,6 @@ def _placeholder_id(config: Any, modality: Modality) -> int:
         for place, word in places
         if hasattr(place, f"{modality}_token_{word}")
     )
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """A linear is what has in_features and out_features: nn.Linear and the quantised classes alike."""
-    return hasattr(module, "in_features") and hasattr(module, "out_features")
 
 
 def _is_inside_attention_block(model: nn.Module, name: str) -> bool:

@@ -69,6 +69,28 @@ def check_settings(config: EngineConfig) -> None:
         )
 
 
+def with_gguf_file(config: EngineConfig) -> EngineConfig:
+    """A model given as a GGUF file, or as a folder that holds one and no config, becomes the folder and the file's name.
+
+    Raises:
+        InvalidRequest: the folder holds several such files.
+    """
+    path = Path(config.model).expanduser()
+    if config.gguf_file is not None:
+        return config
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        names = config.served_model_name or [path.stem]
+        return dataclasses.replace(config, model=str(path.parent), gguf_file=path.name, served_model_name=names)
+    files = [] if (path / "config.json").exists() else sorted(file.name for file in path.glob("*.gguf"))
+    if len(files) > 1:
+        raise InvalidRequest(
+            f"--model {config.model} holds {len(files)} GGUF files ({', '.join(files[:5])}{', …' * (len(files) > 5)}); name one "
+            "with --gguf-file.",
+            param="gguf_file",
+        )
+    return dataclasses.replace(config, gguf_file=files[0]) if files else config
+
+
 def with_embedded_defaults(config: EngineConfig) -> EngineConfig:
     """With the embedded model, its adapters and the audio default come by themselves; what is named wins."""
     if Path(config.model).resolve() != EMBEDDED_MODEL or not config.enable_lora:
@@ -90,6 +112,16 @@ def transcription_window(config: EngineConfig) -> float:
 def runs_ahead(config: EngineConfig, base: BaseModel) -> bool:
     """Whether steps are launched ahead; on a CPU that would only delay tokens, since a launch there is the work itself."""
     return base.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+
+
+def records_steps(config: EngineConfig, base: BaseModel) -> bool:
+    """Whether layers are compiled and decode steps recorded, as far as settings and model go."""
+    if base.device.type != "cuda" or config.enforce_eager:
+        return False
+    if base.quantization is not None and not base.quantization.can_be_recorded:
+        logger.warning("event=eager reason='layers of %s are not recorded'", base.quantization.method)
+        return False
+    return True
 
 
 def check_extra_vocab(config: EngineConfig, base: BaseModel) -> None:

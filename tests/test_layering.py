@@ -23,7 +23,16 @@ CONFINED = {
     "gradio": {"ui", "app"},
     "transformers": {
         f"engine.{name}"
-        for name in ("architectures", "attention", "encoders", "model", "positions", "prompt", "tokenizer")
+        for name in (
+            "architectures",
+            "attention",
+            "encoders",
+            "model",
+            "positions",
+            "prompt",
+            "quantization",
+            "tokenizer",
+        )
     },
     "peft": set(),
     "openai": set(),
