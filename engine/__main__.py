@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = {
     "model", "max_loras", "max_lora_rank", "max_num_seqs", "max_model_len", "gpu_memory_utilization", "block_size",
-    "enable_lora", "lora_target_modules",
+    "enable_lora", "lora_target_modules", "quantization",
 }  # fmt: skip
 _BATCHES = (1, 8, 32, 64, 128, 256)
 
@@ -36,7 +36,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         from engine.model import outline_model
 
-        return _plan(outline_model(config.model), config, argparse.Namespace(**arguments))
+        base = outline_model(config.model, config.quantization)
+        return _plan(base, config, argparse.Namespace(**arguments))
     except AppError as error:
         sys.stderr.write(f"{error.message}\n")
         return 2
@@ -83,7 +84,8 @@ def _plan(base: BaseModel, config: EngineConfig, asked: argparse.Namespace) -> i
         found = {"model": base.name, "gpu": asked.gpu, "requests": fitting} | dataclasses.asdict(memory)
         sys.stdout.write(json.dumps(found | {"speeds": rows}) + "\n")
     else:
-        lines = [*_memory_lines(base, config, asked, memory, fitting), "", *_speed_lines(asked.gpu, speeds)]
+        is_measured = asked.gpu == MEASURED_GPU and base.quantization is None
+        lines = [*_memory_lines(base, config, asked, memory, fitting), "", *_speed_lines(is_measured, speeds)]
         sys.stdout.write("\n".join(lines) + "\n")
     return 0 if fitting else 1
 
@@ -97,8 +99,9 @@ def _memory_lines(
     base: BaseModel, config: EngineConfig, asked: argparse.Namespace, memory: MemoryPlan, fitting: int
 ) -> list[str]:
     dtype = str(base.dtype).removeprefix("torch.")
+    quantization = f", {base.quantization.method}" if base.quantization else ""
     lines = [
-        f"{base.name} ({dtype}) on one {asked.gpu}, {memory.total / GIB:.1f} GiB",
+        f"{base.name} ({dtype}{quantization}) on one {asked.gpu}, {memory.total / GIB:.1f} GiB",
         f"  kept free        {memory.kept_free / GIB:>7.1f} GiB   --gpu-memory-utilization {config.gpu_memory_utilization:g}",
         f"  weights          {memory.weights / GIB:>7.1f} GiB",
         f"  LoRA rows        {memory.lora_rows / GIB:>7.1f} GiB   {config.max_loras} of up to rank {config.max_lora_rank}",
@@ -118,8 +121,8 @@ def _memory_lines(
     return lines
 
 
-def _speed_lines(gpu: str, speeds: Sequence[tuple[Workload, SpeedEstimate]]) -> list[str]:
-    source = "fitted to measurements" if gpu == MEASURED_GPU else f"scaled from the {MEASURED_GPU}, not measured"
+def _speed_lines(is_measured: bool, speeds: Sequence[tuple[Workload, SpeedEstimate]]) -> list[str]:
+    source = "fitted to measurements" if is_measured else f"scaled from the {MEASURED_GPU} in bfloat16, not measured"
     lines = [
         f"expected ({source}; rank {speeds[0][0].rank})" if speeds else "expected: nothing",
         f"{'batch':>6}  {'adapters':>8}  {'first token':>11}  {'step':>8}  {'tokens/s':>9}  {'requests/s':>10}",

@@ -141,7 +141,9 @@ def estimate_speed(base: BaseModel, gpu: Gpu, work: Workload) -> SpeedEstimate:
     head_numbers = sum(site.in_features * site.out_features for site in head)
 
     context = work.prompt_len + work.answer_len / 2
-    read: float = (linear_numbers + head_numbers) * base.dtype.itemsize
+    bits = None if base.quantization is None else base.quantization.bits
+    weight_bytes = base.dtype.itemsize if bits is None else bits / 8
+    read: float = linear_numbers * weight_bytes + head_numbers * base.dtype.itemsize
     read += work.batch * context * base.kv_shape.bytes_per_token
     step = read / (gpu.bandwidth * READ_SHARE) + num_layers * LAYER_SECONDS + work.batch * ROW_SECONDS
     if work.num_adapters:

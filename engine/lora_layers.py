@@ -306,14 +306,13 @@ def _make_aware(module: nn.Module, classes: dict[type, type]) -> None:
     """
     base = type(module)
     if "forward" not in vars(module):
-        if base not in classes:
-            classes[base] = type(f"Lora{base.__name__}", (LoraLinearMixin, base), {})
         try:
+            if base not in classes:
+                classes[base] = type(f"Lora{base.__name__}", (LoraLinearMixin, base), {})
             module.__class__ = classes[base]
-        except TypeError:  # Its layout in memory differs, as where a class keeps slots.
-            pass
-        else:
             return
+        except TypeError:  # It has no subclasses, or they are laid out in memory in another way.
+            pass
     setattr(module, _OWN_FORWARD, module.forward)
     module.forward = functools.partial(LoraLinearMixin.forward, module)  # type: ignore[arg-type]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -179,6 +180,7 @@ def _refusal(reason: str, asked: str | None) -> InvalidRequest:
 
 
 def _as_declared(method: str, declared: dict[str, Any], device: torch.device) -> Quantization:
+    """How to load a checkpoint that is quantised already."""
     _require(method, f"the checkpoint is quantised with {method}", device)
     can_be_recorded = method in _RECORDED
     has_fp8_products = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -189,8 +191,11 @@ def _as_declared(method: str, declared: dict[str, Any], device: torch.device) ->
         declared |= {"dequantize": not keeps_fp8, "use_optimized_inference": keeps_fp8}
     elif method == "fp8" and not (has_fp8_products and importlib.util.find_spec("kernels")):
         declared["dequantize"] = True
-    elif method == "bitsandbytes" and declared.get("load_in_4bit"):
-        can_be_recorded = True  # The 8-bit product looks for large inputs, whose number differs from step to step.
+    elif method == "bitsandbytes":
+        # The 8-bit product looks for large inputs, whose number differs from step to step.
+        can_be_recorded = bool(declared.get("load_in_4bit"))
+        # It says at each product of each layer that it rounds its input.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return Quantization(
         method,
         declared=declared,
