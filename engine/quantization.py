@@ -60,8 +60,8 @@ _PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         "gguf": (("gguf", "gguf"),),
     }
 )
-_RECORDED = frozenset({"torchao", "compressed-tensors", "fp8"})
-"""Methods whose layers can be compiled and recorded; others run step by step."""
+_RECORDED = frozenset({"torchao", "compressed-tensors"})
+"""Methods whose layers can be compiled and recorded, as unpacked ones always can; others run step by step."""
 _UNPACKED = frozenset({"compressed-tensors", "fp8"})
 """Methods whose layers are made plain while loading, but for products of float8 on a GPU that has them."""
 
@@ -202,7 +202,7 @@ def _as_declared(method: str, declared: dict[str, Any], device: torch.device) ->
         loading={} if device.type == "cpu" else {"device_map": {"": device}},
         bits=_declared_bits(method, declared),
         is_unpacked=bool(declared.get("dequantize")),
-        can_be_recorded=can_be_recorded,
+        can_be_recorded=can_be_recorded or bool(declared.get("dequantize")),
     )
 
 

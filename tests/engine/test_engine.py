@@ -345,7 +345,7 @@ def test_ropes_that_follow_the_longest_neighbour_are_refused(tmp_path: Path) -> 
         ({"max_cpu_loras": 2, "max_loras": 4}, "--max-cpu-loras is 2"),
         ({"max_loras": 0, "max_cpu_loras": 4}, "--max-loras is 0"),
         ({"dtype": "int3"}, "--dtype is 'int3'"),
-        ({"quantization": "awq"}, "not served yet"),
+        ({"quantization": "awq"}, "the checkpoint is not quantised with it"),
         ({"default_mm_loras": {"audio": "x"}}, "the model takes no media"),
         ({"enable_lora": False, "default_mm_loras": {"audio": "x"}}, "--no-enable-lora"),
     ],

@@ -21,6 +21,7 @@ from transformers import BitsAndBytesConfig, CompressedTensorsConfig, TorchAoCon
 from adapters.__main__ import main as adapters_main
 from adapters.errors import AppError
 from adapters.surface import LinearSite
+from benchmarks import quantized_copies as quantized
 from engine import Engine, EngineConfig, SamplingParams
 from engine.__main__ import main as engine_main
 from engine.answer import Answer
@@ -32,7 +33,6 @@ from engine.lora_layers import LoraBuffers
 from engine.model import BaseModel, load_model, outline_model
 from engine.request import TokenPrompt
 from kernels import LoraMetadata
-from tests import quantized
 from tests.oracles import make_adapter, make_model, random_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # The packages' own business.
@@ -212,9 +212,9 @@ def test_rounded_inputs_depend_on_their_own_token_alone(world: World) -> None:
         greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
         answer = engine.start_sync(TokenPrompt(PROMPTS[1]), greedy, lora="all")[0]
         (found,) = [entry for delta in answer for entry in delta.logprobs]
-        linear = engine.base.decoder.layers[0].mlp.down_proj
     finally:
         engine.close()
+    linear = load(world.base(), quantization="int8-dynamic").decoder.layers[0].mlp.down_proj
     rows = torch.randn(9, SIZES["intermediate_size"]) * torch.arange(1, 10)[:, None]
     with torch.inference_mode():
         assert torch.equal(linear(rows), torch.cat([linear(row[None]) for row in rows]))

@@ -1,7 +1,8 @@
-"""Quantised copies of tiny checkpoints, written by hand: rounded weights in the layouts that others' tools write.
+"""Quantised copies of checkpoints of text models: rounded weights in the layouts that others' tools write.
 
-Each takes the folder of a model made by `tests.oracles.make_model` and writes another. Only linears of the decoder's layers
-are quantised. Nothing here uses the code under test, nor the packages that read the files.
+Each takes a model's folder, with one file of weights, and writes another. The linears of its layers are rounded to the nearest
+and nothing is calibrated, so what calibration gains is not seen. Nothing here uses the code under test, nor the packages that
+read the files. Used by `benchmarks/quantization` and by tests.
 """
 
 from __future__ import annotations
