@@ -110,11 +110,16 @@ def write_awq(source: Path, folder: Path) -> Path:
 
 
 def write_gguf(source: Path, file: Path) -> Path:
-    """A GGUF file of a Qwen2, its linears in blocks of eight bits, its tokenizer inside."""
+    """A GGUF file of a Qwen2, its linears in blocks of eight bits, its tokenizer inside.
+
+    The tokenizer is one of bytes alone; the file's has one token more, since readers expect at least one merge. So the model must
+    have room for it.
+    """
     config = json.loads((source / "config.json").read_text())
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     ids = tokenizer["model"]["vocab"] | {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
-    num_special = len(tokenizer["added_tokens"])
+    special = {entry["content"] for entry in tokenizer["added_tokens"]}
+    ids["ab"] = len(ids)
     writer = gguf.GGUFWriter(file, "qwen2")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -127,9 +132,10 @@ def write_gguf(source: Path, file: Path) -> Path:
     writer.add_vocab_size(len(ids))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(sorted(ids, key=ids.__getitem__))
-    writer.add_token_scores([0.0] * len(ids))
-    writer.add_token_types([1] * (len(ids) - num_special) + [3] * num_special)
+    names = sorted(ids, key=ids.__getitem__)
+    writer.add_token_list(names)
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([3 if name in special else 1 for name in names])
     writer.add_eos_token_id(config["eos_token_id"])
     for name, tensor in load_file(source / "model.safetensors").items():
         numbers = tensor.float().numpy()

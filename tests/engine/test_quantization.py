@@ -33,7 +33,7 @@ from engine.lora_layers import LoraBuffers
 from engine.model import BaseModel, load_model, outline_model
 from engine.request import TokenPrompt
 from kernels import LoraMetadata
-from tests.oracles import make_adapter, make_model, random_ids
+from tests.oracles import VOCAB_SIZE, make_adapter, make_model, random_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # The packages' own business.
 
@@ -58,7 +58,8 @@ class World:
         return self._made[name]
 
     def base(self, architecture: str = LLAMA) -> Path:
-        return self.make(architecture, lambda folder: make_model(architecture, folder, **SIZES))
+        more = {"vocab_size": VOCAB_SIZE + 1} if architecture == QWEN else {}  # Room for the GGUF file's merge.
+        return self.make(architecture, lambda folder: make_model(architecture, folder, **SIZES, **more))
 
     def adapter(self, architecture: str = LLAMA) -> Path:
         base = self.base(architecture)
@@ -198,7 +199,7 @@ def test_a_mixed_batch_equals_peft_on_the_same_quantised_model(
         linears = [module for name, module in engine.base.model.named_modules() if name.endswith("_proj")]
         assert all(is_linear(module) and hasattr(module, "switchboard_lora") for module in linears)
         if method in UNPACKED:
-            assert engine.base.num_bytes == full_bytes
+            assert full_bytes <= engine.base.num_bytes < 1.05 * full_bytes
         else:
             assert engine.base.num_bytes < 0.5 * full_bytes
     finally:
