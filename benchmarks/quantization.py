@@ -6,8 +6,8 @@
 Every method that is installed here quantises the same base; the same random adapters, rank 16 on all linears of the decoder,
 lie on top. Their logits are compared with those of the unquantised base with the same adapters, along what that answers. The
 engine's tokens over the quantised base must be PEFT's on the same quantised model, or no figure is printed: each must be the
-likeliest by PEFT's own logits, but for ties. `tiny` is the embedded model, for which only what quantises while loading is
-tried; `real` is Gemma 3 270M (`benchmarks/gemma` says where it comes from), for which checkpoints are written too.
+likeliest by PEFT's own logits, but for ties. `tiny` is the language model inside the embedded one; `real` is Gemma 3 270M
+(`benchmarks/gemma` says where it comes from), which takes long and 8 GB.
 
 The columns: bits that a weight of the decoder's linears takes in memory, the error of the logits as a share of their spread, the
 mean Kullback-Leibler divergence in nats, and how often the likeliest token is the same.
@@ -26,14 +26,14 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftModel
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import quantized_copies as copies
 from benchmarks.cpu_vs_peft import find_model, make_peft, run_engine
 from benchmarks.report import finish, refuse
 from engine import Engine, EngineConfig
 from engine.architectures import find_architecture
-from engine.config import LoRAModule
+from engine.config import EMBEDDED_MODEL, LoRAModule
 from engine.linears import stored_bytes
 from engine.quantization import choose_quantization, declared_in
 
@@ -69,7 +69,19 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def find_cases(folder: str, root: Path, *, writes: bool, only: list[str] | None) -> list[Case]:
+def write_decoder(folder: Path) -> Path:
+    """The embedded model's language model as a checkpoint of its own."""
+    config: Any = AutoConfig.from_pretrained(EMBEDDED_MODEL)
+    whole: Any = transformers.GraniteSpeechForConditionalGeneration.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    model = transformers.GraniteForCausalLM(config.text_config)
+    model.model.load_state_dict(whole.model.language_model.state_dict())
+    model.tie_weights()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    return folder
+
+
+def find_cases(folder: str, root: Path, only: list[str] | None) -> list[Case]:
     """What this machine can run."""
 
     def is_wanted(name: str, package: str) -> bool:
@@ -77,7 +89,7 @@ def find_cases(folder: str, root: Path, *, writes: bool, only: list[str] | None)
 
     cases = [Case(name, folder, name) for name, package in ON_THE_FLY.items() if is_wanted(name, package)]
     for name, (package, write) in COPIES.items():
-        if writes and is_wanted(name, package):
+        if is_wanted(name, package):
             cases.append(Case(name, str(write(Path(folder), root / name.replace(" ", "-")))))
     return cases
 
@@ -150,7 +162,8 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        folder = find_model(options.model, root / "base")
+        is_tiny = options.model == "tiny"
+        folder = str(write_decoder(root / "base")) if is_tiny else find_model(options.model, root / "base")
         exact_model, adapters = make_peft(folder, options.prompts, root / "adapters")
         names = list(adapters)
         generator = torch.Generator().manual_seed(0)
@@ -163,7 +176,7 @@ def main() -> None:
         check(rows, exact, "none", options.prompt_len)
         print(f"{'method':<26}{'bits':>6}{'of the bytes':>14}{'error':>9}{'KL':>11}{'same token':>12}")
         table = {}
-        for case in find_cases(folder, root, writes=options.model != "tiny", only=options.methods):
+        for case in find_cases(folder, root, options.methods):
             own_rows, num_bytes = engine_rows(case, prompts, adapters, options.output_len, root)
             base = load(case)
             bits = bits_a_weight(base)
