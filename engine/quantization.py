@@ -189,7 +189,7 @@ def _as_declared(method: str, declared: dict[str, Any], device: torch.device) ->
     if method == "compressed-tensors":
         keeps_fp8 = has_fp8_products and _is_fp8(declared)
         declared |= {"dequantize": not keeps_fp8, "use_optimized_inference": keeps_fp8}
-    elif method == "fp8" and not (has_fp8_products and importlib.util.find_spec("kernels")):
+    elif method == "fp8" and not (has_fp8_products and _has_hub_kernels()):
         declared["dequantize"] = True
     elif method == "bitsandbytes":
         # The 8-bit product looks for large inputs, whose number differs from step to step.
@@ -204,6 +204,13 @@ def _as_declared(method: str, declared: dict[str, Any], device: torch.device) ->
         is_unpacked=bool(declared.get("dequantize")),
         can_be_recorded=can_be_recorded or bool(declared.get("dequantize")),
     )
+
+
+def _has_hub_kernels() -> bool:
+    """Whether the package `kernels` is there; transformers tells it from this project's folder of that name."""
+    from transformers.utils.import_utils import is_kernels_available
+
+    return bool(is_kernels_available())
 
 
 def _gguf_loading() -> dict[str, Any]:

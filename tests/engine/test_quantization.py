@@ -25,12 +25,14 @@ from benchmarks import quantized_copies as quantized
 from engine import Engine, EngineConfig, SamplingParams
 from engine.__main__ import main as engine_main
 from engine.answer import Answer
+from engine.architectures import ARCHITECTURES
 from engine.compiler import compile_decoder
 from engine.config import LoRAModule
 from engine.errors import InvalidRequest
 from engine.linears import is_linear, is_plain, stored_bytes
 from engine.lora_layers import LoraBuffers
 from engine.model import BaseModel, load_model, outline_model
+from engine.quantization import choose_quantization
 from engine.request import TokenPrompt
 from kernels import LoraMetadata
 from tests.oracles import VOCAB_SIZE, make_adapter, make_model, random_ids
@@ -404,6 +406,16 @@ def test_what_a_package_raises_while_loading_is_one_sentence(world: World, tmp_p
     )
     with pytest.raises(AppError, match=r"loaded (with the quantization spqr|from) .*\("):
         load(tmp_path)
+
+
+def test_blocks_of_float8_are_unpacked_on_a_gpu_without_the_package_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This project has a folder of that name, which is not the package."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    chosen = choose_quantization(
+        declared, None, architecture=ARCHITECTURES[LLAMA], device=torch.device("cuda"), dtype=torch.bfloat16
+    )
+    assert chosen is not None and chosen.is_unpacked and chosen.can_be_recorded
 
 
 # Adapters, plans and files
