@@ -57,7 +57,7 @@ def _is_config_fault(error: AppError) -> bool:
 
 def _run(command: CommandLine) -> int:
     settings = command.server
-    _set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level)
     for warning in command.warnings:
         log.warning("event=flag_ignored reason=%r", warning)
     _warn_if_open(settings)
@@ -74,7 +74,7 @@ def _run(command: CommandLine) -> int:
             app = create_app(engine, settings)
             mount_ui(app, app.state.service, settings)
             answer_unknown_paths(app)
-            _log_adapters(engine)
+            log_adapters(engine)
             freeze_startup_objects()
             url = _url(settings, listener)
 
@@ -169,7 +169,8 @@ def _url(settings: ServerSettings, listener: socket.socket) -> str:
     return f"http://{host}:{listener.getsockname()[1]}"
 
 
-def _set_up_logging(level: str) -> None:
+def set_up_logging(level: str) -> None:
+    """Events on stderr, one line each; other libraries speak from warnings on."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s level=%(levelname)s %(message)s", stream=sys.stderr)
     for name in ("uvicorn", "uvicorn.error", "httpx", "PIL", "asyncio"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
@@ -183,7 +184,7 @@ def _warn_if_open(settings: ServerSettings) -> None:
         )
 
 
-def _log_adapters(engine: Engine) -> None:
+def log_adapters(engine: Engine) -> None:
     """One line for each adapter, then what all of them cost beside the base model."""
     adapters = engine.adapters.list()
     for info in adapters:

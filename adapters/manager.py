@@ -25,11 +25,13 @@ from adapters.errors import (
     DefaultStaysPinned,
 )
 from adapters.files import write_zip
+from adapters.following import Following
 from adapters.generation import GenerationHandle
 from adapters.history import History
 from adapters.intake import about, card_of, judge_upload, new_entry, restored_entry
 from adapters.located import Located
 from adapters.locks import KeyedLocks
+from adapters.name_state import NameState
 from adapters.names import check_name
 from adapters.reader import Reader
 from adapters.records import AdapterEntry, AdapterInfo, ManagerStats, VersionInfo
@@ -101,6 +103,7 @@ class AdapterManager:
         self._name_locks = KeyedLocks()
         self._arrivals = Arrivals(self._registry, self._store, self._reader, self._door)
         self._lender = Lender(self._registry, self._reader, self._tally)
+        self._following = Following(self._registry, self._reader, self._arrivals, self._door)
 
     # Loading and unloading
 
@@ -360,6 +363,22 @@ class AdapterManager:
                         self._door.open().catalog.point(name, entry.version)
                     self._arrivals.swap(entry, load_ms=content.load_ms)
         return self.get(name)
+
+    # Other processes
+
+    def state_of(self, name: str) -> NameState:
+        """What a name means here, for another process to `follow`; a name that is gone has a state too."""
+        return self._following.state_of(name, tuple(self._defaults.modalities_of(name)))
+
+    def follow(self, state: NameState) -> None:
+        """Make a name mean what another process has made it mean; the adapter folder is not written to.
+
+        Raises `AdapterFilesNotFound` or `AdapterRefused`; the name then means what it did.
+        """
+        with self._name_locks.hold(state.name):
+            self._following.apply(state)
+        if tuple(self._defaults.modalities_of(state.name)) != state.default_for and self.contains(state.name):
+            self.set_default_for(state.name, state.default_for)
 
     def close(self) -> None:
         """Close the catalogue. Adapters in memory stay usable."""

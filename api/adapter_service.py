@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, ParamSpec, TypeVar
@@ -78,9 +79,15 @@ class AdapterService:
         self, action: str, name: str, work: Callable[Params, T], *args: Params.args, **kwargs: Params.kwargs
     ) -> T:
         """Run a call of the manager that may read files for a name; those who wait for the name's turn hold no thread."""
+        async with self._turn(action, name):
+            return await asyncio.get_running_loop().run_in_executor(self._load_pool, partial(work, *args, **kwargs))
+
+    @asynccontextmanager
+    async def _turn(self, action: str, name: str) -> AsyncIterator[None]:
+        """The right to change a name: on record, and one after another."""
         with self._audit.change(self.caller.name, action, name):
             async with self._turns.hold(name):
-                return await asyncio.get_running_loop().run_in_executor(self._load_pool, partial(work, *args, **kwargs))
+                yield
 
     async def list_adapters(self) -> list[AdapterInfo]:
         """Every adapter that has a name, and exists for the caller."""
@@ -143,16 +150,14 @@ class AdapterService:
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away; answers under way end on it. Raises `AdapterNotFound`."""
         self.require_updates()
-        with self._audit.change(self.caller.name, "unload", name):
-            async with self._turns.hold(name):
-                await self._manage(self.adapters.unload, name)
+        async with self._turn("unload", name):
+            await self._manage(self.adapters.unload, name)
 
     async def delete_adapter(self, name: str) -> None:
         """Unload an adapter and delete the files of an upload; raises `AdapterNotFound`."""
         self.require_updates()
-        with self._audit.change(self.caller.name, "delete", name):
-            async with self._turns.hold(name):
-                await self._manage(self.adapters.delete, name)
+        async with self._turn("delete", name):
+            await self._manage(self.adapters.delete, name)
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo:
         """Keep an adapter in CPU memory, or stop doing so; raises `AdapterNotFound`."""

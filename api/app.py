@@ -7,6 +7,7 @@ envelope for wrong methods and unknown paths under `/v1`. Called by `app.py` and
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -36,12 +37,15 @@ CLIENT_CLOSED_REQUEST = 499
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
 
-def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
+def create_app(
+    engine: Engine, settings: ServerSettings, *, service: Service | None = None, routers: Sequence[APIRouter] = ()
+) -> FastAPI:
     """The application, ready for a server or for the browser app to be mounted at `/`.
 
-    Its `state.service` is the `Service` that routes use. `settings` must be resolved.
+    Its `state.service` is the `Service` that routes use: a new one unless one is given. `settings` must be resolved.
+    `routers` are routes beside the usual ones.
     """
-    service = Service(engine, settings)
+    service = service or Service(engine, settings)
     app = DescribedApi(
         title="Switchboard",
         version=api.__version__,
@@ -61,9 +65,10 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         schema.DetokenizeRequest,
     )
     app.state.service = service
-    for part in _PARTS:
+    parts = (*_PARTS, *routers)
+    for part in parts:
         app.include_router(part)
-    _answer_other_methods(app)
+    _answer_other_methods(app, parts)
     for path in ("/v1", "/v1/{path:path}"):
         app.add_api_route(path, _no_such_route, methods=_METHODS, include_in_schema=False)
     install_error_handlers(app)
@@ -145,10 +150,10 @@ def answer_unknown_paths(app: FastAPI) -> None:
             mounted.add_exception_handler(404, on_not_found)
 
 
-def _answer_other_methods(app: FastAPI) -> None:
+def _answer_other_methods(app: FastAPI, parts: Sequence[APIRouter]) -> None:
     """Answer methods that a path does not take with 405 here, before a page mounted at `/` takes them for its own."""
     taken: dict[str, set[str]] = {}
-    for route in [route for part in _PARTS for route in part.routes]:
+    for route in [route for part in parts for route in part.routes]:
         assert isinstance(route, Route)
         taken.setdefault(route.path, set()).update(route.methods or ())
     for path, methods in taken.items():

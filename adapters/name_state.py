@@ -1,0 +1,31 @@
+"""What a name means, as one process tells it to another that shares its adapter folder.
+
+Plain data that imports nothing, for processes without a model. Made and followed by `following`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NameState:
+    """What a name means.
+
+    Attributes:
+        name: the name.
+        generation: digest of its content; None where the name is gone.
+        source: where its files come from, as it was given.
+        base_model_name: the base model that its loader named.
+        is_stored: whether its files lie in the shared adapter folder.
+        is_pinned: whether it was pinned by somebody.
+        default_for: modalities that it answers by itself.
+    """
+
+    name: str
+    generation: str | None = None
+    source: str = ""
+    base_model_name: str | None = None
+    is_stored: bool = False
+    is_pinned: bool = False
+    default_for: tuple[str, ...] = ()
