@@ -6,7 +6,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run test soak check format bench screenshots clean
+.PHONY: help setup setup-dev run run-ray test test-ray soak check format bench screenshots clean
 
 PORT ?=
 ARGS ?=
@@ -26,11 +26,14 @@ RUN_FILES := requirements.txt constraints.txt
 DEV_FILES := $(RUN_FILES) requirements-dev.txt
 RUN_STAMP := $(VENV)/.setup-$(call checksum,$(RUN_FILES))
 DEV_STAMP := $(VENV)/.setup-dev-$(call checksum,$(DEV_FILES))
+RAY_STAMP := $(VENV)/.setup-ray-$(call checksum,$(RUN_FILES) deploy/requirements-ray.txt)
 
 help:
 	@echo "make run      install what is needed and start the app on http://127.0.0.1:7860  (ARGS=, PORT=)"
+	@echo "make run-ray  the same with several replicas under Ray Serve, which it installs  (ARGS=, PORT=)"
 	@echo "make setup    install only"
 	@echo "make test     install what tests need and run all that this machine can run  (ARGS=)"
+	@echo "make test-ray run the tests that need Ray, which it installs  (ARGS=)"
 	@echo "make soak     half an hour of mixed work on a server  (ARGS=\"--minutes 5\")"
 	@echo "make check    format, lint, types, layering"
 	@echo "make format   format the code"
@@ -55,12 +58,19 @@ $(DEV_STAMP): | $(RUN_STAMP)
 	$(BIN)/python -m pip install --requirement requirements-dev.txt --constraint constraints.txt
 	@rm -f $(VENV)/.setup-dev-* && touch $@
 
+$(RAY_STAMP): | $(RUN_STAMP)
+	$(BIN)/python -m pip install --requirement deploy/requirements-ray.txt --constraint constraints.txt
+	@rm -f $(VENV)/.setup-ray-* && touch $@
+
 setup: | $(RUN_STAMP)
 
 setup-dev: | $(DEV_STAMP)
 
 run: | $(RUN_STAMP)
 	@exec $(BIN)/python app.py $(if $(PORT),--port $(PORT)) $(ARGS)
+
+run-ray: | $(RAY_STAMP)
+	@exec $(BIN)/python -m deploy.ray_serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: | $(DEV_STAMP)
 	@sh tests/install_browser.sh
@@ -73,6 +83,10 @@ else
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(BESIDE)); others=$$?; \
 	wait $$beside; status=$$?; cat $(VENV)/beside.log; test $$others = 0 && test $$status = 0
 endif
+
+# Ray's own warnings are no errors; its processes are slow to start where cores are few.
+test-ray: | $(DEV_STAMP) $(RAY_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -W ignore --timeout 600 $(or $(ARGS),tests/ray)
 
 soak: | $(DEV_STAMP)
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import yaml
 
 from api.cli import CommandLine, parse_command_line
 from api.settings import ENVIRONMENT_PREFIX, ServerSettings
-from engine.config import EngineConfig
+from deploy.replicas.settings import ReplicaSettings, parse_replica_command
+from engine.config import EngineConfig, flag_rows
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -86,6 +88,43 @@ def test_kubernetes_starts_it_and_asks_the_routes_that_exist() -> None:
     assert command.server.port == container["ports"][0]["containerPort"]
     probes = {container[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert probes == {"/health", "/health/ready"}
+
+
+def test_a_rayservice_starts_replicas_that_fit_its_workers() -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "rayservice.yaml").read_text()))
+    [claim, service] = documents
+    serve = yaml.safe_load(service["spec"]["serveConfigV2"])
+    [application] = serve["applications"]
+    module, _, builder = application["import_path"].partition(":")
+    assert f"def {builder}(" in (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    cluster = service["spec"]["rayClusterConfig"]
+    [head] = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    [group] = cluster["workerGroupSpecs"]
+    pod = group["template"]["spec"]
+    [worker] = pod["containers"]
+    assert worker["env"] == head["env"], "the application is built on one of them and runs on the other"
+    environ = {row["name"]: row.get("value", KEYS.get(row["name"])) for row in worker["env"]}
+    words = shlex.split(application["args"]["flags"])
+    command = parse_replica_command(words, image_environment() | environ)
+    assert serve["http_options"] == {"host": command.app.server.host, "port": command.app.server.port}
+    assert (group["minReplicas"], group["maxReplicas"]) == (
+        command.replicas.min_replicas,
+        command.replicas.max_replicas,
+    )
+    assert command.replicas.replica_gpus == int(worker["resources"]["limits"]["nvidia.com/gpu"])
+    assert command.replicas.replica_cpus <= int(worker["resources"]["requests"]["cpu"])
+    assert command.app.server.drain_seconds < pod["terminationGracePeriodSeconds"]
+    [volume] = (row for row in pod["volumes"] if row["name"] == "data")
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"] and command.app.engine.adapter_dir == "/data/adapters"
+    tested = re.search(r"^ray==(\S+?);", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert tested is not None and cluster["rayVersion"] == tested[1]
+
+
+def test_deployment_md_lists_every_flag_of_the_replicas() -> None:
+    text = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    rows = [f"| `{flag}` | {default} | {meaning} |" for flag, default, meaning in flag_rows(ReplicaSettings)]
+    assert [line for line in text.splitlines() if line.startswith("| `--")] == rows
 
 
 def test_systemd_starts_it_with_what_it_may_write() -> None:

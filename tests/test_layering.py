@@ -13,12 +13,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each imports only what stands to its left, and itself.
-ORDER = ("kernels", "adapters", "engine", "api", "ui", "app")
+ORDER = ("kernels", "adapters", "engine", "api", "ui", "app", "deploy")
 # Programs: they start the packages, as app.py does, and nothing imports them.
 PROGRAMS = ("adapters.__main__", "engine.__main__")
 # Who may import a library. A file's module name must equal one of these or lie below it.
 CONFINED = {
-    "fastapi": {"api", "app", "ui.app"},  # ui.app puts the page on the server's application
+    # ui.app puts the page on the server's application, sharing a route beside the server's own
+    "fastapi": {"api", "app", "ui.app", "deploy.replicas.sharing"},
+    "ray": {"deploy"},
     "uvicorn": {"api", "app"},
     "gradio": {"ui", "app"},
     "transformers": {
@@ -44,7 +46,7 @@ CORE_DISTRIBUTIONS = ("torch", "transformers", "safetensors", "numpy")
 
 def source_files() -> Iterator[tuple[str, Path]]:
     """Module name and path of each file of the layers."""
-    for layer in ORDER[:-1]:
+    for layer in ORDER:
         for path in sorted((ROOT / layer).rglob("*.py")):
             yield module_name(path), path
     yield "app", ROOT / "app.py"
