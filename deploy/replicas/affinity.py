@@ -7,8 +7,15 @@ are full; beyond that they spread. Called by `router`; knows nothing of Ray.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+MAX_SHARE = 1.25
+"""A holder keeps its adapter's requests up to this many means of the replicas' loads, however busy it is.
+
+Where all are busy, going elsewhere costs a read and gains nothing; `benchmarks.placement` shows what it would do.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,8 @@ def rank_replicas(
 ) -> list[str]:
     """Ids of all replicas, the best one first.
 
-    With an adapter, in this order: those that hold it and are not busy; others that are not busy, those with the fewest
-    adapters first; busy ones, by load. Equals are ordered by rendezvous hashing (Thaler and Ravishankar, 1998) of adapter
+    With an adapter, in this order: those that hold it and are not busy, or not much busier than the mean; others that are
+    not busy, those with the fewest adapters first; the rest, by load. Equals are ordered by rendezvous hashing (Thaler and Ravishankar, 1998) of adapter
     and replica, so that every router chooses alike without having asked another. Without one, the least load is first.
 
     Args:
@@ -48,13 +55,16 @@ def rank_replicas(
         avoid: replicas that have just been lost; they come last.
     """
 
+    mean = (sum(view.load for view in views) + 1) / max(1, len(views))
+    kept_below = max(busy_at, math.ceil(MAX_SHARE * mean))
+
     def badness(view: ReplicaView) -> tuple[bool, bool, int, int, bytes]:
         is_last, is_other = view.replica in avoid, view.replica != prefer
         tie = _weight(adapter or "", view.replica)
         if adapter is None:
             return is_last, is_other, view.load, 0, tie
         holds = adapter in view.adapters
-        if view.load >= busy_at:
+        if view.load >= (kept_below if holds else busy_at):
             return is_last, is_other, 2 + view.load, not holds, tie
         return is_last, is_other, 0 if holds else 1, 0 if holds else len(view.adapters), tie
 

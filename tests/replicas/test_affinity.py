@@ -14,8 +14,17 @@ def test_whoever_holds_the_adapter_is_first() -> None:
 
 
 def test_a_busy_holder_comes_after_others_that_are_not_busy_but_before_busier_ones() -> None:
-    views = [ReplicaView("a", 9), ReplicaView("b", 4, {"sql"}), ReplicaView("c", 3), ReplicaView("d", 4)]
-    assert rank_replicas(views, adapter="sql", busy_at=4) == ["c", "b", "d", "a"]
+    views = [ReplicaView("a", 9), ReplicaView("b", 8, {"sql"}), ReplicaView("c", 3), ReplicaView("d", 8)]
+    views += [ReplicaView("e", 0, {"pirate"}), ReplicaView("f", 0, {"pirate", "poet"})]
+    assert rank_replicas(views, adapter="sql", busy_at=4) == ["c", "e", "f", "b", "d", "a"]
+
+
+def test_where_all_are_busy_a_holder_keeps_its_requests_up_to_a_quarter_more_than_the_mean() -> None:
+    def first(load: int) -> str:
+        views = [ReplicaView("a", 20), ReplicaView("b", load, {"sql"}), ReplicaView("c", 19), ReplicaView("d", 21)]
+        return rank_replicas(views, adapter="sql", busy_at=4)[0]
+
+    assert [first(load) for load in (20, 26, 28, 40)] == ["b", "b", "c", "c"]
 
 
 def test_of_several_holders_the_same_one_is_first_for_as_long_as_it_is_not_busy() -> None:
