@@ -48,7 +48,9 @@ __all__ = [
     "LoraSegment",
     "lora_add_group_",
     "lora_embedding_add_",
+    "lora_expand_",
     "lora_product",
+    "lora_shrink",
     "paged_attention",
     "scale_shift_",
     "scatter_rows_",
@@ -136,6 +138,49 @@ def lora_product(
     output = product()
     lora_add_group_(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata)
     return output
+
+
+def lora_shrink(
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    metadata: LoraMetadata,
+) -> torch.Tensor:
+    """`h[s:e, m, :r] = x[s:e] @ lora_a[n, m, :r].T` for each segment `(n, s, e)` and slice m, `r = ranks[n, m]`, in float32.
+
+    The first half of `lora_add_group_`, for callers that do something between the halves.
+
+    Args:
+        x, lora_a, ranks, host_ranks, metadata: as in `lora_add_group_`.
+
+    Returns:
+        [T, M, R] float32, 0 where the formula says nothing.
+    """
+    shrink = _lora.lora_shrink if HAS_TRITON and metadata.has_tiles else reference.lora_shrink
+    return shrink(x, lora_a, ranks, host_ranks, metadata)
+
+
+def lora_expand_(
+    output: torch.Tensor,
+    shrunk: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    slice_ends: tuple[int, ...],
+    metadata: LoraMetadata,
+) -> None:
+    """`output[s:e, c] += shrunk[s:e, m, :r] @ lora_b[n, c, :r].T` for each segment `(n, s, e)` and slice m with columns c.
+
+    The second half of `lora_add_group_`.
+
+    Args:
+        output: [T, O], accumulated in place; rows may be strided.
+        shrunk: [T, M, R] float32, of `lora_shrink`.
+        lora_b, ranks, host_ranks, slice_ends, metadata: as in `lora_add_group_`.
+    """
+    expand = _lora.lora_expand_ if HAS_TRITON and metadata.has_tiles else reference.lora_expand_
+    expand(output, shrunk, lora_b, ranks, host_ranks, slice_ends, metadata)
 
 
 def lora_embedding_add_(

@@ -11,6 +11,7 @@ T packed tokens, N LoRA rows, M slices of the output, R rank of the buffers, S s
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,6 +66,43 @@ def lora_product(
     num_splits = -(-x.shape[1] // shrink.split_len)
     _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, {"USE_PDL": False})
     return output
+
+
+def lora_shrink(
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    metadata: LoraMetadata,
+) -> torch.Tensor:
+    """As `reference.lora_shrink`."""
+    (num_tokens, in_features), (_, num_slices, max_rank, _) = x.shape, lora_a.shape
+    tile, _ = _choose_tiles(x, lora_a, (1,), metadata)
+    shape = (-(-in_features // tile.split_len), num_tokens, num_slices, max_rank)
+    assert num_tokens == metadata.num_tokens, "the metadata describes another step"
+    assert x.stride(1) == 1 and lora_a.is_contiguous() and ranks.is_contiguous()
+    assert math.prod(shape) <= metadata.scratch.numel(), "max_columns or max_in is too low"
+    partial_sums = metadata.scratch[: math.prod(shape)].view(shape).zero_()
+    _launch_shrink(x, lora_a, ranks, metadata, tile, {"USE_PDL": False})
+    return partial_sums.sum(0)
+
+
+def lora_expand_(
+    output: torch.Tensor,
+    shrunk: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    slice_ends: tuple[int, ...],
+    metadata: LoraMetadata,
+) -> None:
+    """As `reference.lora_expand_`."""
+    assert output.stride(1) == 1 and lora_b.is_contiguous() and slice_ends[-1] == output.shape[1] == lora_b.shape[1]
+    assert shrunk.shape == (metadata.num_tokens, len(slice_ends), lora_b.shape[2])
+    kind, family = tuning.kind_of(output.shape[0]).name, metadata.family if output.element_size() == 2 else "any"
+    tile = tuning.expand_tile(family, kind, lora_b.shape[2], slice_ends[-1])
+    metadata.scratch[: shrunk.numel()].view(shrunk.shape).copy_(shrunk)
+    _launch_expand(output, lora_b, ranks, slice_ends, metadata, 1, tile, {"USE_PDL": False})
 
 
 def _choose_tiles(

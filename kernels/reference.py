@@ -57,6 +57,50 @@ def lora_add_group_(
             slice_start = slice_end
 
 
+def lora_shrink(
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    metadata: LoraMetadata,
+) -> torch.Tensor:
+    """`h[s:e, m, :r] = x[s:e] @ lora_a[n, m, :r].T` for each segment `(n, s, e)` and slice m, `r = ranks[n, m]`.
+
+    The arguments are those of `lora_add_group_`; returns [T, M, R] float32, 0 elsewhere.
+    """
+    shrunk = torch.zeros(x.shape[0], *lora_a.shape[1:3], dtype=torch.float32, device=x.device)
+    for lora_slot, token_start, token_end in metadata.segments:
+        for index, rank in enumerate(host_ranks[lora_slot]):
+            if rank:
+                product = F.linear(x[token_start:token_end], lora_a[lora_slot, index, :rank])
+                shrunk[token_start:token_end, index, :rank] = product
+    return shrunk
+
+
+def lora_expand_(
+    output: torch.Tensor,
+    shrunk: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    slice_ends: tuple[int, ...],
+    metadata: LoraMetadata,
+) -> None:
+    """`output[s:e, c] += shrunk[s:e, m, :r] @ lora_b[n, c, :r].T` for each segment `(n, s, e)` and slice m with columns c.
+
+    `shrunk` [T, M, R] float32; the other arguments are those of `lora_add_group_`.
+    """
+    for lora_slot, token_start, token_end in metadata.segments:
+        slice_start = 0
+        for index, slice_end in enumerate(slice_ends):
+            rank = host_ranks[lora_slot][index]
+            if rank:
+                b = lora_b[lora_slot, slice_start:slice_end, :rank]
+                rows = shrunk[token_start:token_end, index, :rank].to(b.dtype)
+                output[token_start:token_end, slice_start:slice_end].addmm_(rows, b.T)
+            slice_start = slice_end
+
+
 def _runs(
     segments: Sequence[LoraSegment], host_ranks: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, int, int | None]]:

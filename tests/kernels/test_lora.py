@@ -152,6 +152,26 @@ def test_the_plain_group_equals_float64(name: str, group: Group) -> None:
     check(name, group, kernels.lora_add_group_)
 
 
+def in_halves(shrink: Callable[..., torch.Tensor], expand: Function) -> Function:
+    """The function that does one half and then the other, with a check of what lies between them."""
+
+    def function(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata):  # type: ignore[no-untyped-def]
+        shrunk = shrink(x, lora_a, ranks, host_ranks, metadata)
+        expected = torch.zeros_like(shrunk, dtype=torch.bool)
+        for lora_slot, token_start, token_end in metadata.segments:
+            for index, rank in enumerate(host_ranks[lora_slot]):
+                expected[token_start:token_end, index, :rank] = True
+        assert torch.equal(shrunk != 0, expected), "zeros elsewhere, which other ranks may add to"
+        expand(output, shrunk, lora_b, ranks, host_ranks, slice_ends, metadata)
+
+    return function
+
+
+def test_the_two_halves_make_the_whole() -> None:
+    for name, group in sweep("cpu", torch.float32):
+        check(name, group, in_halves(kernels.lora_shrink, kernels.lora_expand_))
+
+
 def test_a_group_equals_its_modules_one_by_one() -> None:
     name, group = sweep("cpu", torch.float32)[1]
     together = group.run(kernels.lora_add_group_)
@@ -204,6 +224,8 @@ def check_interpreted() -> None:
         for name, group in sweep("cpu", dtype, has_tiles=True):
             group.metadata.family = family
             check(name, group, lora.lora_add_group_)
+            if group.base.shape[0] < 100:
+                check(name, group, in_halves(lora.lora_shrink, lora.lora_expand_))
 
 
 @needs_triton
@@ -218,6 +240,7 @@ def test_the_kernels_on_a_gpu_equal_float64_and_repeat_bit_for_bit(dtype: torch.
     assert kernels.lora_add_group_ is not reference.lora_add_group_
     for name, group in sweep("cuda", dtype):
         check(name, group, kernels.lora_add_group_)
+        check(name, group, in_halves(kernels.lora_shrink, kernels.lora_expand_))
 
 
 @pytest.mark.gpu
