@@ -1,6 +1,7 @@
 """Decode and prefill: milliseconds a step by batch size and number of adapters, start-up, and loading an adapter.
 
     python -m benchmarks.decode --shape llama-3.1-8b --batch 1,8,32,128,256 --adapters 0,1,8,32 --rank 16
+    python -m benchmarks.decode --shape llama-3.1-70b --tensor-parallel-size 2 --batch 1,8,32 --adapters 0,1,8 --slots 8
 
 Weights are random and need no download. Prompts of random tokens, greedy, end of text ignored, no prefix cache,
 adapters dealt round robin, the best of two runs after a warm-up. Milliseconds a step = wall time / tokens generated for
@@ -74,6 +75,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=None, help="256 up to batch 32, 128 above")
     parser.add_argument("--repeat", type=int, default=2, help="timed runs of each row; the best counts")
     parser.add_argument("--enforce-eager", action="store_true", help="no compilation and no CUDA graphs")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that the model is spread over")
+    parser.add_argument("--fully-sharded-loras", action="store_true", help="cut both halves of adapters")
     parser.add_argument("--skip-prefill", action="store_true")
     parser.add_argument("--skip-loads", action="store_true", help="no timing of loads and first tokens")
     parser.add_argument(
@@ -113,6 +116,7 @@ class Bench:
                 max_model_len=max(PREFILL[1], options.input_len + (options.output_len or 256)) + 64,
                 max_num_seqs=max(*options.batch, PREFILL[0]), max_num_batched_tokens=8192,
                 max_loras=max(options.slots, num_adapters), max_cpu_loras=max(64, options.slots, num_written),
+                tensor_parallel_size=options.tensor_parallel_size, fully_sharded_loras=options.fully_sharded_loras,
                 max_lora_rank=max(options.rank), enable_prefix_caching=False, enforce_eager=options.enforce_eager,
                 adapter_dir=str(root / "catalogue"),
             )
@@ -130,7 +134,23 @@ class Bench:
         is_default = (
             options.input_len == 128 and options.slots == 32 and options.output_len is None and not options.quick
         )
-        return options.shape == "llama-3.1-8b" and options.rank == [16] and is_default
+        return (
+            options.shape == "llama-3.1-8b"
+            and options.rank == [16]
+            and is_default
+            and options.tensor_parallel_size == 1
+        )
+
+    def memory(self) -> dict[str, float]:
+        """Gigabytes on the first GPU, where the model is spread over several."""
+        if self.options.tensor_parallel_size == 1:
+            return {}
+        base = self.engine.base
+        return {
+            "weights_gb": round(base.num_bytes / 1e9, 2),
+            "lora_rows_gb": round(self.engine.lora_bytes / 1e9, 3),
+            "kv_kb_per_token": round(base.kv_shape.bytes_per_token / 1e3, 1),
+        }
 
     def load(self) -> dict[str, float]:
         """Load all adapters; the figures are medians in milliseconds over the first ones, empty with `--skip-loads`."""
@@ -268,7 +288,7 @@ def main() -> None:
         engine = bench.engine
         if bench.has_goals:
             print("goals are for one NVIDIA H200, the shape of Llama-3.1-8B and rank 16")
-        other = {"start_seconds": round(bench.start_seconds, 1), **bench.load()}
+        other = {"start_seconds": round(bench.start_seconds, 1), **bench.memory(), **bench.load()}
         bench.check()
         for name, value in other.items():
             goal = {"goal": OTHER_GOALS[name], "is_met": value <= OTHER_GOALS[name]} if name in OTHER_GOALS else {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = {
     "model", "max_loras", "max_lora_rank", "max_num_seqs", "max_model_len", "gpu_memory_utilization", "block_size",
-    "enable_lora", "lora_target_modules", "quantization",
+    "enable_lora", "lora_target_modules", "quantization", "tensor_parallel_size", "fully_sharded_loras",
 }  # fmt: skip
 _BATCHES = (1, 8, 32, 64, 128, 256)
 
@@ -35,7 +35,9 @@ def main(words: Sequence[str] | None = None) -> int:
     config = EngineConfig(**{name: arguments[name] for name in _SETTINGS & arguments.keys()})
     try:
         from engine.model import outline_model
+        from engine.setup import check_parallel_settings
 
+        check_parallel_settings(config)
         base = outline_model(config.model, config.quantization)
         return _plan(base, config, argparse.Namespace(**arguments))
     except AppError as error:
@@ -69,13 +71,18 @@ def _numbers(text: str) -> list[int]:
 
 def _plan(base: BaseModel, config: EngineConfig, asked: argparse.Namespace) -> int:
     gpu = GPUS[asked.gpu]
-    memory = plan_memory(base, config, gpu, asked.ranks)
+    split = None
+    if config.tensor_parallel_size > 1:
+        from engine.parallel.loading import outline_split
+
+        split = outline_split(base.model, base.architecture, config.tensor_parallel_size)
+    memory = plan_memory(base, config, gpu, asked.ranks, split)
     fitting = memory.kv_tokens // (asked.prompt_len + asked.answer_len)
     rank = min(config.max_lora_rank, 16)
     works = [
         Workload(batch, asked.prompt_len, asked.answer_len, num_adapters, rank)
         for batch in _BATCHES
-        if batch <= min(fitting, config.max_num_seqs)
+        if split is None and batch <= min(fitting, config.max_num_seqs)  # Several GPUs were not measured.
         for num_adapters in _adapter_counts(batch, config)
     ]
     speeds = [(work, estimate_speed(base, gpu, work)) for work in works]
@@ -84,8 +91,10 @@ def _plan(base: BaseModel, config: EngineConfig, asked: argparse.Namespace) -> i
         found = {"model": base.name, "gpu": asked.gpu, "requests": fitting} | dataclasses.asdict(memory)
         sys.stdout.write(json.dumps(found | {"speeds": rows}) + "\n")
     else:
-        is_measured = asked.gpu == MEASURED_GPU and base.quantization is None
-        lines = [*_memory_lines(base, config, asked, memory, fitting), "", *_speed_lines(is_measured, speeds)]
+        lines = _memory_lines(base, config, asked, memory, fitting)
+        if split is None:
+            is_measured = asked.gpu == MEASURED_GPU and base.quantization is None
+            lines += ["", *_speed_lines(is_measured, speeds)]
         sys.stdout.write("\n".join(lines) + "\n")
     return 0 if fitting else 1
 
@@ -101,7 +110,7 @@ def _memory_lines(
     dtype = str(base.dtype).removeprefix("torch.")
     quantization = f", {base.quantization.method}" if base.quantization else ""
     lines = [
-        f"{base.name} ({dtype}{quantization}) on one {asked.gpu}, {memory.total / GIB:.1f} GiB",
+        f"{base.name} ({dtype}{quantization}) on {_number_of_gpus(config)} {asked.gpu}, {memory.total / GIB:.1f} GiB",
         f"  kept free        {memory.kept_free / GIB:>7.1f} GiB   --gpu-memory-utilization {config.gpu_memory_utilization:g}",
         f"  weights          {memory.weights / GIB:>7.1f} GiB",
         f"  LoRA rows        {memory.lora_rows / GIB:>7.1f} GiB   {config.max_loras} of up to rank {config.max_lora_rank}",
@@ -119,6 +128,10 @@ def _memory_lines(
     for rank, size in memory.adapter_bytes.items():
         lines.append(f"{rank:>6}  {size / 1e6:>9.1f} MB  {int(asked.cpu_memory_gb * 1e9 // size):>26}")
     return lines
+
+
+def _number_of_gpus(config: EngineConfig) -> str:
+    return "one" if config.tensor_parallel_size == 1 else f"each of {config.tensor_parallel_size}"
 
 
 def _speed_lines(is_measured: bool, speeds: Sequence[tuple[Workload, SpeedEstimate]]) -> list[str]:

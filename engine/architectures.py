@@ -78,6 +78,7 @@ class Architecture:
             no mask, and PyTorch's kernel would then believe them.
         renames: pattern in the names of weights and adapters, as the model was published -> what transformers' class has.
         whole: classes of checkpoints of which this model is a part, and the part's name in their config.
+        is_split: whether the model was tried over several GPUs (`engine/parallel`).
         transcription: how to ask for a transcript; the first wording that fits the checkpoint, the last fits all and is for
             chats.
     """
@@ -93,6 +94,7 @@ class Architecture:
     two_way_tower: str = ""
     renames: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[frozenset[str], str] = (frozenset(), "")
+    is_split: bool = False
     transcription: tuple[Wording, ...] = ()
 
     @property
@@ -148,13 +150,13 @@ _QWEN_IMAGES = MediaSupport(encoders.image_in_patches, _qwen_image)
 ARCHITECTURES = {
     architecture.class_name: architecture
     for architecture in (
-        Architecture("LlamaForCausalLM"),
-        Architecture("MistralForCausalLM"),
-        Architecture("Qwen2ForCausalLM"),
-        Architecture("Qwen3ForCausalLM"),
-        Architecture("GraniteForCausalLM", finish_logits=_scaled),
+        Architecture("LlamaForCausalLM", is_split=True),
+        Architecture("MistralForCausalLM", is_split=True),
+        Architecture("Qwen2ForCausalLM", is_split=True),
+        Architecture("Qwen3ForCausalLM", is_split=True),
+        Architecture("GraniteForCausalLM", finish_logits=_scaled, is_split=True),
         Architecture("Gemma3ForCausalLM", finish_logits=_soft_capped),
-        Architecture("Phi3ForCausalLM", has_long_rope=True),
+        Architecture("Phi3ForCausalLM", has_long_rope=True, is_split=True),
         Architecture(
             "GraniteSpeechForConditionalGeneration",
             decoder=_WRAPPED,

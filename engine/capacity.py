@@ -17,7 +17,9 @@ from adapters.estimate import pair_bytes, slot_bytes
 from engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from adapters.surface import ModelSurface
     from engine.model import BaseModel
+    from engine.parallel.split import Split
 
 GIB = 2**30
 
@@ -106,29 +108,52 @@ class SpeedEstimate:
     requests_per_s: float
 
 
-def plan_memory(base: BaseModel, config: EngineConfig, gpu: Gpu, ranks: list[int]) -> MemoryPlan:
-    """What the engine would allocate for `base` with these settings on `gpu`."""
+def plan_memory(
+    base: BaseModel, config: EngineConfig, gpu: Gpu, ranks: list[int], split: Split | None = None
+) -> MemoryPlan:
+    """What the engine would allocate for `base`, all of it, with these settings on `gpu`; with `split` on each of several."""
     surface = base.surface(
         max_lora_rank=config.max_lora_rank, lora_dtype=base.dtype, target_suffixes=tuple(config.lora_target_modules)
     )
     decoder = [site for name, site in surface.linears.items() if surface.is_targeted(name) and site.part == "decoder"]
-    lora_rows = config.max_loras * slot_bytes(surface, config.max_lora_rank) if config.enable_lora else 0
+    weights, lora_rows = base.num_bytes, 0
+    if config.enable_lora:
+        lora_rows = config.max_loras * slot_bytes(surface, config.max_lora_rank)
+    if split is not None:
+        weights, lora_rows = _share_of(base, config, surface, split)
     kept_free = gpu.memory * (1 - config.gpu_memory_utilization)
-    kv_bytes = gpu.memory - kept_free - CUDA_CONTEXT_BYTES - base.num_bytes - lora_rows
-    per_token = base.kv_shape.bytes_per_token
+    kv_bytes = gpu.memory - kept_free - CUDA_CONTEXT_BYTES - weights - lora_rows
+    per_token = base.kv_shape.bytes_per_token // (1 if split is None else split.kv_parts)
     longest = min(config.max_model_len or base.max_positions, base.max_positions)
     num_blocks = int(max(kv_bytes, 0) // (per_token * config.block_size))
     most_useful = config.max_num_seqs * -(-longest // config.block_size)
     return MemoryPlan(
         total=gpu.memory,
         kept_free=kept_free,
-        weights=base.num_bytes,
+        weights=weights,
         lora_rows=lora_rows,
         kv_bytes=kv_bytes,
         kv_bytes_per_token=per_token,
         kv_tokens=min(num_blocks, most_useful) * config.block_size,
         adapter_bytes={rank: pair_bytes(decoder, rank, base.dtype) for rank in ranks},
     )
+
+
+def _share_of(base: BaseModel, config: EngineConfig, surface: ModelSurface, split: Split) -> tuple[int, int]:
+    """Bytes of one rank's weights and LoRA rows."""
+    size = split.group.size
+    cut = sum(shard.in_features * shard.out_features for shard in split.shards.values()) * base.dtype.itemsize
+    weights = base.num_bytes - cut + cut // size
+    if not config.enable_lora:
+        return weights, 0
+    row = 0
+    for name, site in surface.linears.items():
+        if surface.is_targeted(name):
+            if config.fully_sharded_loras and name in split.shards:
+                row += pair_bytes([site], config.max_lora_rank, base.dtype) // size
+            else:
+                row += pair_bytes([split.local_site(site)], config.max_lora_rank, base.dtype)
+    return weights, config.max_loras * row
 
 
 def estimate_speed(base: BaseModel, gpu: Gpu, work: Workload) -> SpeedEstimate:

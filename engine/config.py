@@ -88,6 +88,10 @@ class EngineConfig:
         None, "memory on a CPU for float32 weights in a second, faster layout, in MiB; 0 packs none", parse=int,
         metavar="MB", shown_default="half of what is free",
     )  # fmt: skip
+    tensor_parallel_size: int = setting(
+        1, "GPUs of this machine that the model is spread over, one process each", parse=int,
+        metavar="N",
+    )  # fmt: skip
     block_size: int = setting(16, "tokens in one KV cache block", parse=int, metavar="N")
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of equal prompt beginnings")
     enforce_eager: bool = setting(False, "no compilation and no CUDA graphs")
@@ -114,6 +118,10 @@ class EngineConfig:
     )
     lora_extra_vocab_size: int = setting(
         0, "tokens that an adapter may add to the vocabulary, or replace the rows of", parse=int, metavar="N"
+    )
+    fully_sharded_loras: bool = setting(
+        False,
+        "cut both matrices of adapters over the GPUs of --tensor-parallel-size: less memory on each, more communication",
     )
     lora_dtype: str = setting("auto", "auto (the model's), float32, bfloat16 or float16")
     lora_target_modules: list[str] = setting(

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,12 +31,10 @@ from engine.errors import InvalidRequest, MediaError
 from engine.finder import AdapterFinder, make_sources
 from engine.flight import FlightTokens
 from engine.frontend import Frontend
-from engine.graphs import DecodeGraphs
 from engine.intake import HeldRoute, Intake, Limits
 from engine.loop import EngineLoop
 from engine.lora_layers import linear_weights
 from engine.lora_side import LoraSide
-from engine.model import load_model
 from engine.probe import PROBE_TIMEOUT_S, Prober, probe_prompts
 from engine.recording import RATE, RecordingReader
 from engine.request import AudioPart, ChatPrompt, Prompt, SamplingParams, TextPrompt
@@ -46,9 +45,12 @@ from engine.setup import (
     check_extra_vocab,
     check_settings,
     fit_context,
+    has_graphs,
+    kv_bytes,
+    load_base,
     make_cache,
+    make_graphs,
     packing_budget,
-    records_steps,
     runs_ahead,
     transcription_window,
     user_data_dir,
@@ -60,7 +62,9 @@ from engine.stats import EngineStats, take_stats
 from engine.tokenizer import load_processor, load_tokenizer
 from engine.transcription import TranscriptPrompts
 from engine.warmup import warm_up
-from kernels import HAS_TRITON, MAX_HEAD_DIM
+
+if TYPE_CHECKING:
+    from engine.parallel.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +95,18 @@ class Engine:
         self.started_at = time.time()
         self.config = config = with_embedded_defaults(with_gguf_file(config))
         check_settings(config)
-        self.base = load_model(
-            config.model,
-            load_format=config.load_format,
-            dtype=config.dtype,
-            device=config.device,
-            gguf_file=config.gguf_file,
-            seed=config.seed,
-            quantization=config.quantization,
-        )
+        if config.tensor_parallel_size == 1:
+            self._build(config, None, checks_integrity=checks_integrity)
+            return
+        from engine.parallel.team import Team
+
+        team = Team(config)
+        with team.starting():
+            self._build(config, team, checks_integrity=checks_integrity)
+
+    def _build(self, config: EngineConfig, team: Team | None, *, checks_integrity: bool) -> None:
+        """Load and connect all parts; `team` are the workers where the model is split."""
+        self.base = load_base(config, None if team is None else team.load)
         check_extra_vocab(config, self.base)
         self.model_names = tuple(config.served_model_name) or (self.base.name,)
         self.modalities = self.base.architecture.modalities
@@ -124,17 +131,16 @@ class Engine:
         tools = self._texts.base.builder.tools
         tool_format = "none" if tools is None else tools.tool_format.name if tools.tool_format else "unknown"
         logger.info("event=tools format=%s", tool_format)
-        cache = make_cache(config, self.base)
+        num_bytes = kv_bytes(config, self.base)
+        cache = make_cache(config, self.base, num_bytes if team is None else team.least_kv_bytes(num_bytes))
         self.max_model_len = fit_context(config, self.base, cache)
         attention_step = bind_attention(self.base.decoder, cache)
         self._encoder_cache = EncoderCache(config.encoder_cache_mb * 2**20)
         adapter_dir = Path(config.adapter_dir) if config.adapter_dir else user_data_dir()
         self.sources = make_sources(config, self.base.name, adapter_dir)
-        has_kernels = HAS_TRITON and self.base.kv_shape.head_dim <= MAX_HEAD_DIM
-        has_graphs = records_steps(config, self.base) and has_kernels
         self._lora = LoraSide(
             config, self.base, self._texts, self._encoder_cache, base_names=self.model_names, adapter_dir=adapter_dir,
-            locate=self.sources.locate, has_graphs=has_graphs,
+            locate=self.sources.locate, has_graphs=has_graphs(config, self.base), team=team,
         )  # fmt: skip
         self.adapters, self._slots, lora_metadata = self._lora.adapters, self._lora.slots, self._lora.metadata
         self._finder = AdapterFinder(self.sources, self.adapters, self.model_names)
@@ -151,13 +157,12 @@ class Engine:
         )
         sampler = Sampler(config.seed, self.base.device)
         flight_tokens = FlightTokens(self._scheduler.max_num_seqs, self.base.device)
-        graphs = None
-        if has_graphs:
-            graphs = DecodeGraphs(
-                self.base, attention_step, lora_metadata, flight_tokens, max_num_seqs=self._scheduler.max_num_seqs,
-                max_blocks=-(-self.max_model_len // config.block_size), block_size=config.block_size,
-            )  # fmt: skip
-        runner = Runner(
+        sizes = {"max_num_seqs": self._scheduler.max_num_seqs, "max_model_len": self.max_model_len}
+        if team is not None:
+            team.lay_out(cache, **sizes)
+        graphs = make_graphs(config, self.base, attention_step, lora_metadata, flight_tokens, **sizes)
+        make_runner = Runner if team is None else team.make_runner(self.base)
+        runner = make_runner(
             self.base,
             attention_step,
             lora_metadata,
@@ -168,10 +173,10 @@ class Engine:
             graphs,
         )
         if graphs is not None:
-            sizes = lora_metadata["decoder"].step_sizes if lora_metadata else [config.max_num_batched_tokens]
-            warm_up(self.base, runner, graphs, step_sizes=sizes, has_lora=bool(lora_metadata))
+            warm_up(self.base, runner, graphs, config, lora_metadata)
+        cleaner = cache if team is None else team.make_cleaner(cache)
         self._loop = EngineLoop(
-            self._scheduler, runner, cache, self.tokenizer, runs_ahead=runs_ahead(config, self.base),
+            self._scheduler, runner, cleaner, self.tokenizer, runs_ahead=runs_ahead(config, self.base),
             checks_integrity=checks_integrity,
         )  # fmt: skip
         limits = Limits(
@@ -213,9 +218,13 @@ class Engine:
         except BaseException:
             self.adapters.close()
             raise
+        if team is not None:
+            team.on_loss = self._loop.stop
+            team.wait_ready()
         self._loop.start()
         # A program that ends, or drops its engine, without `close` must not leave the thread in the middle of a step.
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self.adapters, 0.0)
+        self._team = team
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self.adapters, team, 0.0)
 
     @property
     def lora_bytes(self) -> int:
@@ -415,12 +424,14 @@ class Engine:
         self._finder.close()
         self._finalizer.detach()
         self._texts.close()
-        _shut_down(self._loop, self.adapters, drain_s)
+        _shut_down(self._loop, self.adapters, self._team, drain_s)
 
 
-def _shut_down(loop: EngineLoop, adapters: AdapterManager, drain_s: float) -> None:
+def _shut_down(loop: EngineLoop, adapters: AdapterManager, team: Team | None, drain_s: float) -> None:
     loop.close(drain_s)
     adapters.close()
+    if team is not None:
+        team.close()
 
 
 __all__ = ["Engine", "EngineStats"]

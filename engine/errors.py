@@ -16,6 +16,7 @@ __all__ = [
     "Overloaded",
     "RequestTimeout",
     "UnsupportedModel",
+    "WorkerLost",
 ]
 
 
@@ -78,6 +79,13 @@ class OutOfMemory(EngineFault):
 
     status = 503
     code = "out_of_memory"
+
+
+class WorkerLost(EngineFault):
+    """A process of a model that is spread over several GPUs has gone, and the engine with it."""
+
+    status = 503
+    code = "worker_lost"
 
 
 class EngineClosed(AppError):

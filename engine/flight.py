@@ -17,6 +17,11 @@ class FlightTokens:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """[max_num_seqs] int64, at an address that stays."""
+        return self._token_ids
+
     def keep(self, token_ids: torch.Tensor) -> None:
         """Remember a step's [R] int64 tokens; an invalid one (-1), whose request is about to fail, becomes token 0."""
         torch.clamp(token_ids, min=0, out=self._token_ids[: token_ids.shape[0]])

@@ -108,7 +108,7 @@ class DecodeGraphs:
             self._update_lora(batch.lora_segments, size)
         graph, logits = self._graphs[size, has_lora]
         graph.replay()
-        return logits[: len(batch.sampled)]
+        return logits[: len(batch.logits_at)]
 
     def _inputs_of(self, size: int) -> torch.Tensor:
         """The rows of `Batch.inputs` for `size` tokens: the beginning of a buffer that all sizes share."""

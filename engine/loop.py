@@ -12,12 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from engine.answer import Answer
 from engine.delivery import first_delta, make_state, next_delta
 from engine.detokenizer import DecodingTable, FastTokenizer
 from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
-from engine.kv_cache import KVCache
 from engine.metrics import LoopCounters
 from engine.recovery import blamed, give_back_memory, step_fault
 from engine.request import PROBE, Delta, FinishReason, TokenLogprob
@@ -43,6 +43,13 @@ class _InFlight:
         return any(item.state.sampler_row.reads_outputs for item in self.step.sampled)
 
 
+class BlockCleaner(Protocol):
+    """Zeroes KV blocks; see `engine.kv_cache.KVCache`."""
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zero some blocks."""
+
+
 class EngineLoop:
     """Runs the engine's steps on a thread of its own.
 
@@ -57,7 +64,7 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        cache: KVCache,
+        cache: BlockCleaner,
         tokenizer: FastTokenizer,
         *,
         runs_ahead: bool = False,
@@ -77,6 +84,7 @@ class EngineLoop:
         self._is_closing = False
         self._has_ended = False
         self._close_at = 0.0
+        self._cause: AppError | None = None
         self.counters = LoopCounters()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -106,7 +114,7 @@ class EngineLoop:
         if not self._post(lambda: self._accept(state)):
             if request.handle is not None:
                 request.handle.release()
-            raise EngineClosed("The server is shutting down; try again later.")
+            raise self._closed("The server is shutting down; try again later.")
 
     def call(self, action: Callable[[], None]) -> bool:
         """Run something on the engine thread between two steps; False when the thread has ended. Thread-safe."""
@@ -121,6 +129,17 @@ class EngineLoop:
             self._wake.notify()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def stop(self, cause: AppError) -> None:
+        """Take no more requests and end those under way with `cause`, which later ones hear too. Thread-safe."""
+        with self._wake:
+            self._cause = self._cause or cause
+            self._is_closing, self._close_at = True, 0.0
+            self._wake.notify()
+
+    def _closed(self, message: str) -> AppError:
+        """Why a request is not answered any more: what stopped the engine, else `message`."""
+        return EngineClosed(message) if self._cause is None else type(self._cause)(self._cause.message)
 
     def _post(self, action: Callable[[], None]) -> bool:
         with self._wake:
@@ -141,7 +160,7 @@ class EngineLoop:
             self._inbox.clear()
         for action in actions:
             self._guard(action)
-        closed = EngineClosed("The engine has stopped; the answer was cut off.")
+        closed = self._closed("The engine has stopped; the answer was cut off.")
         for state in list(self._states.values()):
             self._fail(state, closed)
 
@@ -174,7 +193,7 @@ class EngineLoop:
         if self._is_closing or self._has_ended:
             self._states[state.request.request_id] = state
             self._scheduler.add(state)
-            self._fail(state, EngineClosed("The server is shutting down; try again later."))
+            self._fail(state, self._closed("The server is shutting down; try again later."))
             return
         if state.request.request_id in self._states:
             if state.request.handle is not None:
@@ -266,17 +285,17 @@ class EngineLoop:
         try:
             sampled = in_flight.step.read()
             self._scheduler.commit(in_flight.plan)
-        except Exception:
+        except Exception as error:
             logger.exception("event=step_failed requests=%s", _request_ids(in_flight.plan))
-            self._fail_step(in_flight.plan)
+            self._fail_step(in_flight.plan, step_fault(error) if isinstance(error, EngineFault) else None)
             return
         with self._wakes.gathered():
             for item, token_id, logprob in sampled:
                 self._take_token_guarded(item, token_id, logprob)
 
-    def _fail_step(self, plan: Plan) -> None:
+    def _fail_step(self, plan: Plan, cause: EngineFault | None) -> None:
         for item in plan.items:
-            self._fail(item.state, EngineFault("The engine failed while computing this answer; try again."))
+            self._fail(item.state, cause or EngineFault("The engine failed while computing this answer; try again."))
 
     def _encode_media(self, plan: Plan) -> None:
         """Compute media features; where that fails, request by request, so that a clip takes no neighbour along."""

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import functools
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from adapters.slab import padded_len
+from adapters.weights import LoraPair
 from kernels import scatter_rows_
 
 if TYPE_CHECKING:
-    from adapters.generation import Generation
     from engine.lora_layers import LoraGroup
 
 CHUNK_BYTES = 4 << 20
@@ -37,6 +37,15 @@ NUM_THREADS = 4
 
 _Row = tuple[int, int, int, int, int]
 """A place of `kernels.scatter_rows_`."""
+
+
+class HasPairs(Protocol):
+    """A generation, or the part of one that belongs to one of several GPUs; all pairs are views of one slab."""
+
+    @property
+    def pairs(self) -> Mapping[str, LoraPair]:
+        """LoRA by module name."""
+        ...
 
 
 class GpuRowCopy:
@@ -79,7 +88,7 @@ class RowCopies:
         self._groups = groups
         self._device = groups[0].lora_a.device
         self._dtype = groups[0].lora_a.dtype
-        self._max_rank = groups[0].lora_a.shape[2]
+        self._max_rank = groups[0].lora_b.shape[2]
         self._places = dict(_places(groups))
         self._stream = torch.cuda.Stream(self._device)
         self._staging = torch.zeros(_slab_len(groups), dtype=self._dtype, device=self._device)
@@ -105,7 +114,7 @@ class RowCopies:
         """Device memory of the staging buffer."""
         return self._staging.nbytes
 
-    def start(self, lora_slot: int, generation: Generation) -> GpuRowCopy:
+    def start(self, lora_slot: int, generation: HasPairs) -> GpuRowCopy:
         """Begin to fill a row that no later step will read before the copy is ready."""
         return GpuRowCopy(self._in_order.submit(self._copy, lora_slot, generation, self._event_now()))
 
@@ -118,7 +127,7 @@ class RowCopies:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _copy(self, lora_slot: int, generation: Generation, steps: torch.cuda.Event) -> torch.cuda.Event:
+    def _copy(self, lora_slot: int, generation: HasPairs, steps: torch.cuda.Event) -> torch.cuda.Event:
         """On the copy thread: queue everything, and return the event of its end."""
         if not generation.pairs:  # All that it holds lies beside linears: other writers have it.
             return self._scatter(lora_slot, {}, steps)
@@ -131,7 +140,7 @@ class RowCopies:
             send.result()
         return self._scatter(lora_slot, {name: pair.rank for name, pair in generation.pairs.items()}, steps, rows)
 
-    def _rows(self, lora_slot: int, generation: Generation) -> list[_Row]:
+    def _rows(self, lora_slot: int, generation: HasPairs) -> list[_Row]:
         """Where each half of the slab goes."""
         slab = slab_of(generation)
         first_byte, num_bytes, item_bytes = slab.data_ptr(), slab.nbytes, slab.element_size()
@@ -139,11 +148,11 @@ class RowCopies:
         for name, pair in generation.pairs.items():
             place = self._places[name]
             a, b = place.a_address + lora_slot * place.a_row_bytes, place.b_address + lora_slot * place.b_row_bytes
-            a_start, b_start = pair.a.data_ptr() - first_byte, pair.b.data_ptr() - first_byte
-            assert 0 <= min(a_start, b_start) <= max(a_start, b_start) < num_bytes, "a pair outside the slab"
-            (rank, in_features), out_features = pair.a.shape, pair.b.shape[0]
-            rows.append((a, a_start // item_bytes, rank, in_features, in_features))
-            rows.append((b, b_start // item_bytes, out_features, rank, self._max_rank))
+            for target, half, stride in ((a, pair.a, pair.a.shape[1]), (b, pair.b, self._max_rank)):
+                if half.numel():
+                    start = half.data_ptr() - first_byte
+                    assert 0 <= start < num_bytes, "a pair outside the slab"
+                    rows.append((target, start // item_bytes, half.shape[0], half.shape[1], stride))
         return rows
 
     def _scatter(
@@ -215,7 +224,7 @@ class _Mirror:
         self.device.copy_(self._pinned, non_blocking=True)
 
 
-def slab_of(generation: Generation) -> torch.Tensor:
+def slab_of(generation: HasPairs) -> torch.Tensor:
     """[S] in the serving type: the memory that all pairs of a generation are views of."""
     half = next(iter(generation.pairs.values())).a
     return torch.empty(0, dtype=half.dtype).set_(half.untyped_storage())
@@ -256,8 +265,8 @@ def _slab_len(groups: Sequence[LoraGroup]) -> int:
     """Elements of the largest slab that fits: every module at the full rank."""
     total = 0
     for group in groups:
-        max_rank, in_features = group.lora_a.shape[2:]
+        (a_rows, in_features), max_rank = group.lora_a.shape[2:], group.lora_b.shape[2]
         ends = group.slice_ends
         for start, end in zip((0, *ends[:-1]), ends, strict=True):
-            total += padded_len(max_rank * in_features) + padded_len((end - start) * max_rank)
+            total += padded_len(a_rows * in_features) + padded_len((end - start) * max_rank)
     return total

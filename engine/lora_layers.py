@@ -10,8 +10,8 @@ which adapter lies in which row is `adapters/slots`' business, which writes thro
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,12 +19,9 @@ from torch import nn
 from adapters.surface import LinearSite
 from engine import cpu_linear, ops
 from engine.linears import device_of, is_plain
-from engine.lora_copies import GpuRowCopy, RowCopies
+from engine.lora_copies import GpuRowCopy, HasPairs, RowCopies
 from engine.lora_scale_shift import ScaleShift
 from kernels import HAS_TRITON, LoraMetadata, lora_add_group_
-
-if TYPE_CHECKING:
-    from adapters.generation import Generation
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears that read the same input, in the order in which model classes call them."""
@@ -109,14 +106,14 @@ class LoraGroup:
         """What the base product reads: the group's one weight, else the linear's own."""
         return linear.weight if self._weight is None else self._weight
 
-    def write(self, lora_slot: int, generation: Generation) -> None:
+    def write(self, lora_slot: int, generation: HasPairs) -> None:
         """Copy a generation's weights into row `lora_slot`; modules that it does not touch get rank 0."""
         start = 0
         for index, (name, end) in enumerate(zip(self.names, self.slice_ends, strict=True)):
             pair = generation.pairs.get(name)
             rank = 0 if pair is None else pair.rank
             if pair is not None:
-                self.lora_a[lora_slot, index, :rank] = pair.a
+                self.lora_a[lora_slot, index, : pair.a.shape[0]] = pair.a
                 self.lora_b[lora_slot, start:end, :rank] = pair.b
             self.host_ranks[lora_slot][index] = rank
             start = end
@@ -215,6 +212,7 @@ class LoraBuffers:
         sites: linears that adapters may touch, by module name.
         metadata: the step metadata of each part (`decoder`, `tower`, `connector`, `head`).
         num_slots: N. max_rank: R. dtype: of the buffers.
+        make_group: makes a group of linears, with `LoraGroup`'s arguments.
     """
 
     def __init__(
@@ -226,6 +224,7 @@ class LoraBuffers:
         num_slots: int,
         max_rank: int,
         dtype: torch.dtype,
+        make_group: Callable[..., LoraGroup] | None = None,
     ) -> None:
         self._groups: list[LoraGroup] = []
         numbers = {part: ops.register_step(of_part) for part, of_part in metadata.items()}
@@ -233,7 +232,7 @@ class LoraBuffers:
         for names in group_sites(model, sites):
             modules = {name: model.get_submodule(name) for name in names}
             part = sites[names[0]].part
-            group = LoraGroup(
+            group = (make_group or LoraGroup)(
                 modules, sites, metadata[part], numbers[part], num_slots=num_slots, max_rank=max_rank, dtype=dtype
             )
             for index, module in enumerate(modules.values()):
@@ -255,7 +254,7 @@ class LoraBuffers:
         """The groups, in the model's order."""
         return self._groups
 
-    def write(self, lora_slot: int, generation: Generation) -> GpuRowCopy | None:
+    def write(self, lora_slot: int, generation: HasPairs) -> GpuRowCopy | None:
         """Copy a generation's weights into row `lora_slot` of every group; on a GPU beside the running steps."""
         if self._copies is not None:
             return self._copies.start(lora_slot, generation)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adapters.generation import GenerationHandle
 from adapters.located import Located
@@ -28,6 +29,9 @@ from engine.routing import RESERVED_NAMES
 from engine.setup import lora_dtype
 from engine.slot_writers import SlotWriters, make_extra_writers
 from kernels import LoraMetadata
+
+if TYPE_CHECKING:
+    from engine.parallel.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class LoraSide:
         adapter_dir: where uploads are kept.
         locate: turns an address into a local folder.
         has_graphs: whether steps are recorded, so that all that they read must be there from the start.
+        team: the workers where the model is split.
 
     Attributes:
         adapters: the adapter manager.
@@ -66,11 +71,13 @@ class LoraSide:
         adapter_dir: Path,
         locate: Callable[[str], Located],
         has_graphs: bool,
+        team: Team | None = None,
     ) -> None:
         self._config = config
+        self._team = team
         self._encoder_cache = encoder_cache
         self._post: PostToEngine = lambda action: False
-        self.metadata = _make_metadata(config, base) if config.enable_lora else {}
+        self.metadata = make_metadata(config, base) if config.enable_lora else {}
         self.slots: SlotPool | None = None
         self.num_bytes = 0
         surface = base.surface(
@@ -179,11 +186,13 @@ class LoraSide:
     def _make_rows(self, base: BaseModel, surface: ModelSurface, *, has_graphs: bool) -> None:
         """The LoRA buffers; what CUDA graphs read must be there before they are."""
         config = self._config
-        sites = {name: site for name, site in surface.linears.items() if surface.is_targeted(name)}
-        buffers = LoraBuffers(
-            base.model, sites, self.metadata, num_slots=config.max_loras, max_rank=config.max_lora_rank,
-            dtype=surface.lora_dtype,
-        )  # fmt: skip
+        buffers = make_buffers(config, base, surface, self.metadata)
+        if base.split is not None and self._team is not None:
+            from engine.parallel.rows import RowMirror
+
+            self.num_bytes = buffers.num_bytes
+            self.slots = SlotPool(config.max_loras, RowMirror(config, self._team, buffers, base.split))
+            return
         extras = make_extra_writers(
             base, buffers, surface, self.metadata, num_slots=config.max_loras, has_graphs=has_graphs
         )
@@ -191,7 +200,25 @@ class LoraSide:
         self.slots = SlotPool(config.max_loras, SlotWriters([buffers, *extras]))
 
 
-def _make_metadata(config: EngineConfig, base: BaseModel) -> dict[str, LoraMetadata]:
+def make_buffers(
+    config: EngineConfig, base: BaseModel, surface: ModelSurface, metadata: Mapping[str, LoraMetadata]
+) -> LoraBuffers:
+    """The LoRA buffers of the model's linears, of this rank's sizes where it is split."""
+    sites = {name: site for name, site in surface.linears.items() if surface.is_targeted(name)}
+    make_group = None
+    if base.split is not None:
+        sites = {name: base.split.local_site(site) for name, site in sites.items()}
+        if config.fully_sharded_loras:
+            from engine.parallel.lora import make_group as make_sharded
+
+            make_group = functools.partial(make_sharded, base.split)
+    return LoraBuffers(
+        base.model, sites, metadata, num_slots=config.max_loras, max_rank=config.max_lora_rank,
+        dtype=surface.lora_dtype, make_group=make_group,
+    )  # fmt: skip
+
+
+def make_metadata(config: EngineConfig, base: BaseModel) -> dict[str, LoraMetadata]:
     """What says which tokens use which adapter, for each part of the model.
 
     Tower and connector see one adapter a call and token counts of their own, which need no tiles.

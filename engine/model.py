@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -33,6 +33,10 @@ from engine.positions import NUM_GRID_ROWS, LongRope
 from engine.published_phi4 import PUBLISHED_TYPE, native_fields
 from engine.quantization import Quantization, choose_quantization, declared_in, explained, outlined
 from engine.request import Modality
+
+if TYPE_CHECKING:
+    from engine.parallel.loading import ShardedLoad
+    from engine.parallel.split import Split
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class BaseModel:
         embedding_lora: adapters of that table; None without.
         added_tokens: rows that adapters add to the vocabulary; None without.
         long_rope: the rotary embedding, where requests of different length take different frequencies.
+        split: how the linears are cut, where this is one rank's share of a model; None where it is all of it.
     """
 
     def __init__(
@@ -64,8 +69,10 @@ class BaseModel:
         name: str,
         origin: str,
         quantization: Quantization | None = None,
+        split: Split | None = None,
     ) -> None:
         self.model = model
+        self.split = split
         self.name = name
         self.origin = origin
         self.quantization = quantization
@@ -123,7 +130,7 @@ class BaseModel:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights that lie here."""
         num_bytes = stored_bytes(self.model)
         if self._hidden and self.quantization is not None and self.quantization.bits is not None:
             num_numbers = sum(site.in_features * site.out_features for site in self._decoder_linears())
@@ -132,11 +139,12 @@ class BaseModel:
 
     @property
     def kv_shape(self) -> KVShape:
-        """Shape of the KV cache that the decoder needs."""
+        """Shape of the KV cache that the decoder needs here."""
         config = self.text_config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return KVShape(config.num_hidden_layers, num_kv_heads, head_dim, self.dtype)
+        kv_parts = 1 if self.split is None else self.split.kv_parts
+        return KVShape(config.num_hidden_layers, num_kv_heads // kv_parts, head_dim, self.dtype)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, H]; ids outside the embedding give row 0, to be overwritten by their media."""
@@ -186,8 +194,13 @@ class BaseModel:
         extra_vocab_size: int = 0,
         why_tokenizer_unfit: Callable[[Mapping[str, bytes], int], str | None] = any_tokenizer,
     ) -> ModelSurface:
-        """What adapters may touch, for `adapters`; `has_scale_shift` says whether DoRA and trained biases have room."""
-        linears = {site.name: site for site in self._sites()}
+        """What adapters may touch, for `adapters`, in the whole model's sizes.
+
+        `has_scale_shift` says whether DoRA and trained biases have room; a model that is split serves LoRA pairs alone.
+        """
+        split = self.split
+        has_extras = split is None
+        linears = {site.name: site if split is None else split.whole_site(site) for site in self._sites()}
         unsupported: dict[str, str] = {}
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Embedding) and module is not self._embedding:
@@ -206,10 +219,10 @@ class BaseModel:
             max_lora_rank=max_lora_rank,
             lora_dtype=lora_dtype,
             target_suffixes=target_suffixes,
-            serves_dora=has_scale_shift,
-            serves_bias=has_scale_shift,
-            scale_shift_flag="--enable-dora",
-            serves_embeddings=True,
+            serves_dora=has_scale_shift and has_extras,
+            serves_bias=has_scale_shift and has_extras,
+            scale_shift_flag="--enable-dora" if has_extras else "",
+            serves_embeddings=has_extras,
             extra_vocab_size=extra_vocab_size,
             why_tokenizer_unfit=why_tokenizer_unfit,
             embeddings={embedding.name: embedding},
@@ -223,6 +236,8 @@ class BaseModel:
         None where its numbers cannot be read as they are, as those of quantised layers.
         """
         parent, _, leaf = name.rpartition(".")
+        if self.split is not None and parent in self.split.shards:
+            return None
         try:
             tensor = getattr(self.model.get_submodule(parent), leaf, None)
         except AttributeError:
@@ -247,9 +262,17 @@ class BaseModel:
 
 
 def load_model(
-    path: str, *, load_format: str, dtype: str, device: str, gguf_file: str | None, seed: int, quantization: str | None
+    path: str,
+    *,
+    load_format: str,
+    dtype: str,
+    device: str,
+    gguf_file: str | None,
+    seed: int,
+    quantization: str | None,
+    sharded: ShardedLoad | None = None,
 ) -> BaseModel:
-    """Load a base model from a folder or hub id.
+    """Load a base model from a folder or hub id; with `sharded`, one rank's share of it.
 
     Raises:
         UnsupportedModel: the architecture is not served.
@@ -271,7 +294,16 @@ def load_model(
     )  # fmt: skip
     _declare(config, None if chosen is None else chosen.declared)
     model_class = getattr(transformers, architecture.class_name)
-    if load_format == "dummy":
+    if sharded is not None:
+        if chosen is not None:
+            raise UnsupportedModel(
+                "Quantised models are not served with --tensor-parallel-size; take the full-precision checkpoint.",
+                param="tensor_parallel_size",
+            )
+        sharded.begin(architecture, config, target)
+    if load_format == "dummy" and sharded is not None:
+        model = sharded.random_model(model_class, copy.deepcopy(config), torch_dtype, target, seed)
+    elif load_format == "dummy":
         torch.manual_seed(seed)
         with torch.device(target):
             model = model_class._from_config(copy.deepcopy(config), dtype=torch_dtype)
@@ -288,6 +320,7 @@ def load_model(
                 **({"key_mapping": dict(architecture.renames)} if architecture.renames else {}),
                 **_gguf(gguf_file),
                 **({} if chosen is None else chosen.loading),
+                **({} if sharded is None else sharded.arguments),
             )
         missing = sorted(report["missing_keys"])
         if missing:
@@ -296,6 +329,8 @@ def load_model(
                 "it may be damaged, or an adapter folder.",
                 param="model",
             )
+        if sharded is not None:
+            sharded.localise(model)
     if not any(name == architecture.decoder for name, _ in model.named_modules()):
         raise UnsupportedModel(
             f"{architecture.class_name} of transformers {transformers.__version__} is laid out in another way than the one "
@@ -306,7 +341,8 @@ def load_model(
     model = model.eval().requires_grad_(False)
     if device_of(model) != target:
         model = model.to(target)
-    return BaseModel(model, architecture, name, origin, chosen)
+    split = None if sharded is None else sharded.split
+    return BaseModel(model, architecture, name, origin, chosen, split)
 
 
 def outline_model(path: str, quantization: str | None = None) -> BaseModel:

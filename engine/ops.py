@@ -23,11 +23,16 @@ _steps: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _step_numbers = itertools.count()
 
 
-def register_step(step: AttentionStep | LoraMetadata) -> int:
-    """The number by which operators find `step`, for as long as it lives."""
+def register_step(step: object) -> int:
+    """The number by which operators find `step`, for as long as it lives: metadata of a step, or who computes one."""
     number = next(_step_numbers)
     _steps[number] = step
     return number
+
+
+def find(number: int) -> Any:
+    """What was registered under a number."""
+    return _steps[number]
 
 
 def attend(

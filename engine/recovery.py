@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 def step_fault(error: Exception) -> EngineFault:
     """What a request is told whose step failed with `error`."""
+    if isinstance(error, EngineFault):
+        return error
     if _is_out_of_memory(error):
         return OutOfMemory(
             "There was no memory left to compute this answer; send a shorter prompt, or try again later."

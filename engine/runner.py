@@ -109,7 +109,7 @@ class Runner:
         graphs = self._graphs
         graph_size = None if graphs is None else graphs.size_for(plan)
         batch = build_batch(plan, self._block_size, graph_size, num_position_rows=self._model.num_position_rows)
-        logits = self._forward(plan, batch) if graphs is None or graph_size is None else graphs.run(batch)
+        logits = self._compute(plan, batch, is_recorded=graph_size is not None)
         choice = self._sampler.choose(logits, [item.state.sampler_row for item in batch.sampled])
         self._flight_tokens.keep(choice.token_ids)
         # Last, so that a step that fails and is computed again shows its logits once.
@@ -135,6 +135,13 @@ class Runner:
         self._set_segments("decoder", (LoraSegment(0, 0, num_tokens),) if has_lora else (), num_tokens)
         self._model.decode(self._model.embed(token_ids), token_ids.repeat(self._model.num_position_rows, 1))
 
+    def _compute(self, plan: Plan, batch: Batch, *, is_recorded: bool) -> torch.Tensor:
+        """[R, V] float32 logits of the rows to sample."""
+        if is_recorded:
+            assert self._graphs is not None, "nothing was recorded"
+            return self._graphs.run(batch)
+        return self._forward(plan, batch)
+
     def _forward(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """[R, V] float32 logits of the rows to sample, launch by launch."""
         device = self._model.device
@@ -148,7 +155,7 @@ class Runner:
         )  # fmt: skip
         self._attention_step.kv_index = inputs[KV_INDEX]
         hidden = self._model.decode(embeddings, inputs[POSITIONS:])
-        self._set_segments("head", batch.head_segments, len(batch.sampled))
+        self._set_segments("head", batch.head_segments, len(batch.logits_at))
         return self._model.logits(hidden[to_device(batch.logits_at, torch.int64, device)])
 
     def _embed(self, plan: Plan, token_ids: torch.Tensor) -> torch.Tensor:

@@ -10,15 +10,24 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from engine.attention import AttentionStep
 from engine.config import EMBEDDED_ASSETS, EMBEDDED_MODEL, EngineConfig, LoRAModule
 from engine.cpu_linear import default_budget
 from engine.errors import InvalidRequest
+from engine.flight import FlightTokens
+from engine.graphs import DecodeGraphs
 from engine.kv_cache import KVCache
-from engine.model import BaseModel
+from engine.model import BaseModel, load_model
+from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
+
+if TYPE_CHECKING:
+    from engine.parallel.loading import ShardedLoad
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +75,43 @@ def check_settings(config: EngineConfig) -> None:
         raise InvalidRequest(
             "Adapters are named although --no-enable-lora switches them off; leave one of the two out.",
             param="enable_lora",
+        )
+    check_parallel_settings(config)
+
+
+def check_parallel_settings(config: EngineConfig) -> None:
+    """Refuse settings that do not go with several ranks.
+
+    Raises:
+        InvalidRequest: names the flag.
+    """
+    size = config.tensor_parallel_size
+    if size < 1:
+        raise InvalidRequest(f"--tensor-parallel-size is {size}, but must be 1 or more.", param="tensor_parallel_size")
+    if size == 1:
+        if config.fully_sharded_loras:
+            raise InvalidRequest(
+                "--fully-sharded-loras is for --tensor-parallel-size 2 or more; leave it out.",
+                param="fully_sharded_loras",
+            )
+        return
+    others = {
+        "--quantization": config.quantization is not None,
+        "--gguf-file": config.gguf_file is not None,
+        "--enable-dora": config.enable_dora,
+        "--lora-extra-vocab-size": config.lora_extra_vocab_size > 0,
+    }
+    for flag, is_set in others.items():
+        if is_set:
+            raise InvalidRequest(
+                f"{flag} is not served with --tensor-parallel-size {size}; leave one of the two out.",
+                param="tensor_parallel_size",
+            )
+    if config.fully_sharded_loras and config.max_lora_rank % size:
+        raise InvalidRequest(
+            f"--max-lora-rank is {config.max_lora_rank}, but with --fully-sharded-loras must be a multiple of "
+            f"--tensor-parallel-size, which is {size}.",
+            param="max_lora_rank",
         )
 
 
@@ -144,10 +190,52 @@ def lora_dtype(name: str, base: BaseModel) -> torch.dtype:
     )
 
 
-def make_cache(config: EngineConfig, base: BaseModel) -> KVCache:
-    """As many KV blocks as the settings allow, but no more than all requests could ever use."""
+def load_base(config: EngineConfig, sharded: ShardedLoad | None = None) -> BaseModel:
+    """The base model that the settings name, or with `sharded` one rank's share of it."""
+    return load_model(
+        config.model,
+        load_format=config.load_format,
+        dtype=config.dtype,
+        device=config.device,
+        gguf_file=config.gguf_file,
+        seed=config.seed,
+        quantization=config.quantization,
+        sharded=sharded,
+    )
+
+
+def make_graphs(
+    config: EngineConfig,
+    base: BaseModel,
+    attention_step: AttentionStep,
+    lora_metadata: Mapping[str, LoraMetadata],
+    flight_tokens: FlightTokens,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> DecodeGraphs | None:
+    """Decode steps to be recorded; None where every step is run launch by launch."""
+    if not has_graphs(config, base):
+        return None
+    return DecodeGraphs(
+        base, attention_step, lora_metadata, flight_tokens, max_num_seqs=max_num_seqs,
+        max_blocks=-(-max_model_len // config.block_size), block_size=config.block_size,
+    )  # fmt: skip
+
+
+def has_graphs(config: EngineConfig, base: BaseModel) -> bool:
+    """Whether layers are compiled and decode steps recorded."""
+    return records_steps(config, base) and HAS_TRITON and base.kv_shape.head_dim <= MAX_HEAD_DIM
+
+
+def kv_bytes(config: EngineConfig, base: BaseModel) -> int:
+    """Bytes for the KV cache on this device."""
+    return (config.kv_cache_memory_mb or _default_kv_mb(config, base)) * 2**20
+
+
+def make_cache(config: EngineConfig, base: BaseModel, num_bytes: int) -> KVCache:
+    """As many KV blocks as `num_bytes` hold, but no more than all requests could ever use."""
     shape, block_size = base.kv_shape, config.block_size
-    num_bytes = (config.kv_cache_memory_mb or _default_kv_mb(config, base)) * 2**20
     num_blocks = num_bytes // (shape.bytes_per_token * block_size)
     longest = config.max_model_len or base.max_positions
     most_useful = config.max_num_seqs * -(-longest // block_size)

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from engine.compiler import compile_decoder
+from engine.config import EngineConfig
 from engine.graphs import DecodeGraphs
 from engine.model import BaseModel
 from engine.runner import Runner
+from kernels import LoraMetadata
 
 logger = logging.getLogger(__name__)
 
 
 def warm_up(
-    base: BaseModel, runner: Runner, graphs: DecodeGraphs, *, step_sizes: Sequence[int], has_lora: bool
+    base: BaseModel,
+    runner: Runner,
+    graphs: DecodeGraphs,
+    config: EngineConfig,
+    lora_metadata: Mapping[str, LoraMetadata],
 ) -> None:
     """Compile and record.
 
     Args:
         base, runner, graphs: the parts of the engine.
-        step_sizes: token counts which between them need every variant of the kernels.
-        has_lora: whether adapters are on.
+        config: the settings.
+        lora_metadata: what steps read of adapters; empty where they are off.
     """
-    families = (False, True) if has_lora else (False,)
+    # Token counts which between them need every variant of the kernels.
+    step_sizes = lora_metadata["decoder"].step_sizes if lora_metadata else [config.max_num_batched_tokens]
+    families = (False, True) if lora_metadata else (False,)
     stages: list[tuple[str, Callable[[], None]]] = [
         ("layers", lambda: compile_decoder(base.decoder, runner.warm_up, max_tokens=max(step_sizes)))
     ]

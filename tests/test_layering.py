@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each imports only what stands to its left, and itself.
 ORDER = ("kernels", "adapters", "engine", "api", "ui", "app", "deploy")
 # Programs: they start the packages, as app.py does, and nothing imports them.
-PROGRAMS = ("adapters.__main__", "engine.__main__")
+PROGRAMS = ("adapters.__main__", "engine.__main__", "engine.parallel.worker")
 # Who may import a library. A file's module name must equal one of these or lie below it.
 CONFINED = {
     # ui.app puts the page on the server's application, sharing a route beside the server's own
@@ -30,6 +30,7 @@ CONFINED = {
             "attention",
             "encoders",
             "model",
+            "parallel.loading",
             "positions",
             "prompt",
             "quantization",

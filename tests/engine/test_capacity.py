@@ -76,6 +76,21 @@ def test_what_does_not_fit_is_said(llama: Path, capsys: pytest.CaptureFixture[st
     assert "not measured" in capsys.readouterr().out
 
 
+def test_a_plan_for_several_gpus_is_each_ones_share(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", str(llama), "--max-loras", "8", "--max-lora-rank", "16", "--json"]
+    found = []
+    for more in ([], ["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "2", "--fully-sharded-loras"]):
+        assert main([*words, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    one, half, fully = found
+    assert half["kv_bytes_per_token"] * 2 == one["kv_bytes_per_token"]
+    assert one["weights"] / 2 < half["weights"] < one["weights"] * 0.6, "the embedding is whole on each"
+    assert one["lora_rows"] / 2 < half["lora_rows"] < one["lora_rows"] and fully["lora_rows"] < half["lora_rows"]
+    assert half["speeds"] == []
+    assert main([*words, "--tensor-parallel-size", "5"]) == 2
+    assert "take one of 1, 2, 4, 8" in capsys.readouterr().err
+
+
 def test_the_plan_as_json(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(llama), "--max-loras", "8", "--max-lora-rank", "16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
