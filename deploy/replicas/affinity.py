@@ -44,8 +44,9 @@ def rank_replicas(
     """Ids of all replicas, the best one first.
 
     With an adapter, in this order: those that hold it and are not busy, or not much busier than the mean; others that are
-    not busy, those with the fewest adapters first; the rest, by load. Equals are ordered by rendezvous hashing (Thaler and Ravishankar, 1998) of adapter
-    and replica, so that every router chooses alike without having asked another. Without one, the least load is first.
+    not busy, those with the fewest adapters first; the rest, by load. Equals are ordered by rendezvous hashing (Thaler and
+    Ravishankar, 1998) of adapter and replica, so that every router chooses alike without having asked another. Without an
+    adapter, the least load is first.
 
     Args:
         views: the replicas.
