@@ -6,13 +6,16 @@ Owns the rule of who may change a setting: what a person has changed is theirs a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from adapters.card import AdapterCard
 
 Value = float | int | str
 CARD_FIELDS = ("system", "temperature", "top_p", "max_tokens")
+ARRIVAL_S = 3.0
+"""For so long a browser may not show yet what was put there: an adapter chosen and a message sent at once overlap."""
 
 
 @dataclass
@@ -24,12 +27,16 @@ class CardFill:
         put: setting -> the value that was put there last.
         own: settings that a person has changed since.
         filled: settings that hold what the current card says.
+        clock: seconds, for tests.
     """
 
     defaults: dict[str, Value]
     put: dict[str, Value] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
     filled: list[str] = field(default_factory=list)
+    clock: Callable[[], float] = time.monotonic
+    # setting -> what was put over, and when
+    _replaced: dict[str, tuple[Value, float]] = field(default_factory=dict)
 
     def fill(self, current: Mapping[str, Value], card: AdapterCard | None) -> dict[str, Value]:
         """The settings that change, and to what, now that an adapter with this card (None: without) is chosen."""
@@ -37,11 +44,11 @@ class CardFill:
         changes: dict[str, Value] = {}
         self.filled = []
         for name, default in self.defaults.items():
-            if current[name] != self.put.get(name, default):
+            if current[name] != self.put.get(name, default) and not self._is_late(name, current[name]):
                 self.own.add(name)
             if name in self.own:
                 continue
-            self.put[name] = wanted.get(name, default)
+            self._put(name, wanted.get(name, default))
             if name in wanted:
                 self.filled.append(name)
             if current[name] != self.put[name]:
@@ -51,6 +58,17 @@ class CardFill:
     def kept_from(self, card: AdapterCard) -> list[str]:
         """Settings that the card would have otherwise, and a person wants as they are."""
         return [name for name in card_values(card) if name in self.own]
+
+    def _put(self, name: str, value: Value) -> None:
+        before = self.put.get(name, self.defaults[name])
+        if value != before:
+            self._replaced[name] = before, self.clock()
+        self.put[name] = value
+
+    def _is_late(self, name: str, shown: Value) -> bool:
+        """Whether a browser just does not show yet what was put there last."""
+        before, at = self._replaced.get(name, (None, 0.0))
+        return shown == before and self.clock() - at < ARRIVAL_S
 
     def let_go(self, current: Mapping[str, Value]) -> None:
         """Forget who changed what: the next `fill` decides on everything."""
