@@ -68,6 +68,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STALL_S = 10.0
+"""How long a step over several ranks may take to end when the engine is closed, before a rank counts as stalled."""
+
 
 class Engine:
     """One base model, its adapters, and the thread that runs them.
@@ -428,7 +431,11 @@ class Engine:
 
 
 def _shut_down(loop: EngineLoop, adapters: AdapterManager, team: Team | None, drain_s: float) -> None:
-    loop.close(drain_s)
+    if team is None:
+        loop.close(drain_s)
+    elif not loop.close(drain_s, drain_s + STALL_S):
+        team.give_up()
+        loop.close(0.0)
     adapters.close()
     if team is not None:
         team.close()

@@ -120,15 +120,21 @@ class EngineLoop:
         """Run something on the engine thread between two steps; False when the thread has ended. Thread-safe."""
         return self._post(action)
 
-    def close(self, drain_s: float) -> None:
-        """Take no more requests, let those under way end for `drain_s` seconds, end the rest, and stop the thread."""
+    def close(self, drain_s: float, timeout_s: float | None = None) -> bool:
+        """Take no more requests, let those under way end for `drain_s` seconds, end the rest, and stop the thread.
+
+        Returns:
+            Whether the thread has ended, for which `timeout_s` seconds are waited; None means however long it takes.
+        """
         with self._wake:
             if not self._is_closing:
                 self._is_closing = True
                 self._close_at = time.monotonic() + drain_s
             self._wake.notify()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
 
     def stop(self, cause: AppError) -> None:
         """Take no more requests and end those under way with `cause`, which later ones hear too. Thread-safe."""

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import logging
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,6 +96,11 @@ def check_parallel_settings(config: EngineConfig) -> None:
                 param="fully_sharded_loras",
             )
         return
+    if platform.system() != "Linux":
+        raise InvalidRequest(
+            f"--tensor-parallel-size {size} is served on Linux only, and this is {platform.system()}; leave the flag out.",
+            param="tensor_parallel_size",
+        )
     others = {
         "--quantization": config.quantization is not None,
         "--gguf-file": config.gguf_file is not None,

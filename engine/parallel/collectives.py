@@ -46,8 +46,10 @@ class RankGroup:
 
 def _join(tensor: torch.Tensor, size: int) -> torch.Tensor:
     parts = tensor.new_empty(size, *tensor.shape)
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # Its name since torch 2.14.
-    gather(parts.view(-1), tensor.reshape(-1))
+    if hasattr(dist, "all_gather_single"):  # Its name since torch 2.14, where the old one warns.
+        dist.all_gather_single(parts.view(-1), tensor.reshape(-1))
+    else:
+        dist.all_gather_into_tensor(parts.view(-1), tensor.reshape(-1))
     return parts.movedim(0, -2).reshape(*tensor.shape[:-1], size * tensor.shape[-1])
 
 

@@ -34,8 +34,13 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Started:
+    """A worker's first answer: it has read the model's config and has its device, and joins the group now."""
+
+
+@dataclass(frozen=True)
 class Loaded:
-    """A worker's first answer: it has its share of the model, and so many bytes left for the KV cache."""
+    """A worker's second answer: it has its share of the model, and so many bytes left for the KV cache."""
 
     kv_bytes: int
 
@@ -121,7 +126,7 @@ class Stop:
     """End."""
 
 
-Message = Setup | Loaded | Layout | Ready | Failed | Step | WriteRow | ClearRow | ClearBlocks | Stop
+Message = Setup | Started | Loaded | Layout | Ready | Failed | Step | WriteRow | ClearRow | ClearBlocks | Stop
 
 
 def send(connection: Connection, message: Message) -> None:

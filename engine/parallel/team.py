@@ -27,7 +27,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import AppError, WorkerLost
 from engine.kv_cache import KVCache
-from engine.parallel.group import abort_group, join_group, leave_group
+from engine.parallel.group import abort_group, check_no_group, join_group, leave_group
 from engine.parallel.loading import ShardedLoad
 from engine.parallel.messages import (
     Failed,
@@ -37,6 +37,7 @@ from engine.parallel.messages import (
     Ready,
     Setup,
     SharedSlab,
+    Started,
     Stop,
     WriteRow,
     receive,
@@ -51,12 +52,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
+# Not `-m`: that imports from the working directory first, which may hold anything.
+_PROGRAM = (
+    f"import sys; sys.path[:] = [{str(_ROOT)!r}, *filter(None, sys.path)]; "
+    "from engine.parallel.worker import main; main()"
+)
 _END_SECONDS = 10.0
 """How long a worker may take to end before it is killed."""
 _NOTICE_SECONDS = 10.0
 """How long to wait for the news of a worker's end once a step has failed, for the reason that it gives."""
 
-A = TypeVar("A", Loaded, Ready)
+A = TypeVar("A", Started, Loaded, Ready)
 
 
 @dataclass(eq=False)
@@ -85,21 +91,32 @@ class Team:
         self._loss: WorkerLost | None = None
         self._has_loss = threading.Event()
         self._is_closing = False
+        self._has_joined = False
         self._lock = threading.Lock()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.load = ShardedLoad(0, self.size, self.connect)
 
     def connect(self, device: torch.device) -> None:
-        """Start the workers and meet them in the process group."""
+        """Start the workers and meet them in the process group.
+
+        Raises:
+            InvalidRequest: this process is in a group already.
+            WorkerLost: a worker has ended.
+        """
+        check_no_group()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         store = str(Path(self._folder.name) / "store")
         for rank in range(1, self.size):
             worker = _start(rank, self.size, device)
             self._workers.append(worker)
             threading.Thread(target=self._listen, args=(worker,), name=f"worker-{rank}", daemon=True).start()
-            send(worker.connection, Setup(self._config, rank, self.size, store))
+            self._send(worker, Setup(self._config, rank, self.size, store))
             logger.info("event=worker_started rank=%d pid=%d", rank, worker.process.pid)
+        for worker in self._workers:
+            self._answer(worker, Started)
         join_group(0, self.size, store, device)
+        self._has_joined = True
+        self.check()  # A loss that came before the flag has left the group alone.
 
     def least_kv_bytes(self, own: int) -> int:
         """The bytes for the KV cache of the rank that has the least left."""
@@ -140,12 +157,14 @@ class Team:
         self.check()
         for worker in self._workers:
             message, slab = message_of(worker.rank)
-            with worker.sending:
-                self._send(worker, message)
+            try:
+                with worker.sending, self._reaching(worker):
+                    send(worker.connection, message)
+                    if slab is not None:
+                        slab.send(worker.connection, worker.process.pid)
+            finally:
                 if slab is not None:
-                    slab.send(worker.connection, worker.process.pid)
-            if slab is not None:
-                slab.close()
+                    slab.close()
 
     @property
     def is_whole(self) -> bool:
@@ -162,15 +181,16 @@ class Team:
         """What must happen on all ranks or not at all: a fault inside ends the team.
 
         Raises:
-            WorkerLost: instead of the fault.
+            WorkerLost: instead of the fault, unless the team is being closed.
         """
         self.check()
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it was, the ranks are at different places now
+        except Exception as error:
             self._has_loss.wait(_NOTICE_SECONDS if _is_of_the_group(error) else 0.0)
             self._lose(f"rank 0 failed in a step ({type(error).__name__}: {_first_line(error)})")
             self.check()
+            raise  # The team is being closed, which is no loss.
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -181,26 +201,44 @@ class Team:
             if not isinstance(error, AppError) and self._workers:
                 self._has_loss.wait(_NOTICE_SECONDS if _is_of_the_group(error) else 0.0)
             loss = self._loss
-            self.close()
+            self._end(is_whole=False)  # The workers may be anywhere: nothing of theirs is waited for.
             if loss is not None and isinstance(error, Exception):
                 raise WorkerLost(loss.message) from error
             raise
 
     def close(self) -> None:
         """End all workers and leave the group; nothing of them is left on return. May be called again."""
+        self._end(is_whole=self._loss is None)
+
+    def give_up(self) -> None:
+        """End the team because the ranks wait for one that does not answer; steps under way fail."""
+        self._lose("one of them does not answer")
+
+    def _end(self, *, is_whole: bool) -> None:
+        """End all workers: by themselves and in order where the team is whole, else at once."""
         with self._lock:
             if self._is_closing:
                 return
             self._is_closing = True
-        is_whole = self._loss is None
+        if self._loss is not None:
+            self._has_loss.wait(_NOTICE_SECONDS)  # Another thread is ending them.
+        try:
+            if is_whole:
+                self._dismiss()
+        finally:
+            self._end_workers(_END_SECONDS if is_whole else 0.0)
+            if self._has_joined:
+                leave_group(is_whole=False)
+            if self._folder is not None:
+                self._folder.cleanup()
+
+    def _dismiss(self) -> None:
+        """Tell the workers to end, and leave the group with them."""
         for worker in self._workers:
             with contextlib.suppress(OSError):
-                if is_whole:
-                    send(worker.connection, Stop())
-        leave_group(is_whole=is_whole)
-        self._end_workers(_END_SECONDS if is_whole else 0.0)
-        if self._folder is not None:
-            self._folder.cleanup()
+                send(worker.connection, Stop())
+        leave_group(is_whole=True)
+        self._has_joined = False
 
     def _answer(self, worker: _Worker, kind: type[A]) -> A:
         answer = worker.answers.get()
@@ -211,12 +249,19 @@ class Team:
         return answer
 
     def _send(self, worker: _Worker, message: Message) -> None:
-        try:
+        with self._reaching(worker):
             send(worker.connection, message)
+
+    @contextlib.contextmanager
+    def _reaching(self, worker: _Worker) -> Iterator[None]:
+        """A message that may not have arrived whole ends the team: nothing after it could be understood."""
+        try:
+            yield
         except OSError:
             self._has_loss.wait(_NOTICE_SECONDS)
             self._lose(f"worker {worker.rank} does not listen any more")
             self.check()
+            raise
 
     def _listen(self, worker: _Worker) -> None:
         """A thread: hand on a worker's answers, and notice its end."""
@@ -246,10 +291,13 @@ class Team:
                 f"The model is spread over {self.size} processes, and {reason}; the engine has stopped. Restart the server."
             )
         logger.error("event=worker_lost reason=%r", reason)
-        self.on_loss(self._loss)
-        self._end_workers(0.0)
-        abort_group()
-        self._has_loss.set()
+        try:
+            self.on_loss(self._loss)
+            self._end_workers(0.0)
+            if self._has_joined:
+                abort_group()
+        finally:
+            self._has_loss.set()
 
     def _end_workers(self, patience_s: float) -> None:
         for worker in self._workers:
@@ -268,11 +316,10 @@ def _start(rank: int, size: int, device: torch.device) -> _Worker:
     """A new process, which ends when its standard input does: with this process, whatever ends that."""
     ours, theirs = Pipe()
     environment = dict(os.environ, LOCAL_RANK=str(rank))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     if device.type == "cpu":
         environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // size)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.parallel.worker", str(theirs.fileno())],
+        [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
         stdin=subprocess.PIPE,
         pass_fds=[theirs.fileno()],
         env=environment,

@@ -1,13 +1,12 @@
 """A worker process: a rank beside rank 0, with its share of the model, which does what it is told and nothing else.
 
-    python -m engine.parallel.worker DESCRIPTOR
-
-Started by `engine/parallel/team` alone; DESCRIPTOR is an open socket to it. It ends when it is told to, when its standard
-input ends, which is when rank 0's process does, and at the first fault, whose reason it reports.
+Started by `engine/parallel/team` alone, with the number of an open socket to it as the argument. It ends when it is told to,
+when its standard input ends, which is when rank 0's process does, and at the first fault, whose reason it reports.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -15,12 +14,14 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
+import torch
+
 from adapters.slots import RowCopy
 from engine.attention import bind_attention
 from engine.flight import FlightTokens
 from engine.kv_cache import KVCache
 from engine.lora_side import make_buffers, make_metadata
-from engine.parallel.group import join_group, leave_group
+from engine.parallel.group import join_group, leave_group, open_device
 from engine.parallel.loading import ShardedLoad
 from engine.parallel.messages import (
     ClearBlocks,
@@ -31,6 +32,7 @@ from engine.parallel.messages import (
     Ready,
     Setup,
     SharedSlab,
+    Started,
     Step,
     Stop,
     WriteRow,
@@ -56,15 +58,18 @@ class Worker:
     def __init__(self, setup: Setup, connection: Connection) -> None:
         config = self._config = setup.config
         self._connection = connection
-        load = ShardedLoad(
-            setup.rank, setup.size, lambda device: join_group(setup.rank, setup.size, setup.store, device)
-        )
-        self._base = load_base(config, load)
+        self._base = load_base(config, ShardedLoad(setup.rank, setup.size, functools.partial(self._join, setup)))
         send(connection, Loaded(kv_bytes(config, self._base)))
         layout = receive(connection)
         assert isinstance(layout, Layout), "rank 0 settles the layout first"
         self._build(layout)
         send(connection, Ready())
+
+    def _join(self, setup: Setup, device: torch.device) -> None:
+        """Meet the others. What takes long or may fail by itself comes before: they wait without noticing an end."""
+        open_device(setup.rank, device)
+        send(self._connection, Started())
+        join_group(setup.rank, setup.size, setup.store, device)
 
     def run(self) -> None:
         """Follow until told to stop. Raises EOFError where rank 0 has gone."""
@@ -161,7 +166,3 @@ def _end(status: int) -> None:
     logging.shutdown()
     sys.stderr.flush()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

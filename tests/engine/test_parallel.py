@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -205,6 +206,24 @@ def test_settings_that_cannot_be_are_refused_before_a_process_starts(
     monkeypatch.setattr(team_module, "_start", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(InvalidRequest, match=words):
         Engine(EngineConfig(model=str(model_dir), adapter_dir=str(tmp_path), **settings))  # type: ignore[arg-type]
+
+
+def test_a_second_spread_engine_is_refused_and_the_first_stays(
+    split: Engine, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(team_module, "_start", lambda *_: started.append(1) or pytest.fail("a process was started"))
+    with pytest.raises(InvalidRequest, match="already; close it first"):
+        make_engine(model_dir, {}, tmp_path, tensor_parallel_size=2)
+    assert not started and torch.distributed.is_initialized()
+    (answer,) = answers(split, PROMPTS[:1], [None], 2)
+    assert len(answer) == 2
+
+
+def test_other_systems_are_refused_by_name(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    with pytest.raises(InvalidRequest, match="on Linux only, and this is Darwin"):
+        Engine(EngineConfig(model=str(model_dir), tensor_parallel_size=2))
 
 
 def test_models_that_were_not_tried_are_refused_by_name(speech_dir: Path, tmp_path: Path) -> None:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine import SamplingParams
-from engine.errors import WorkerLost
+from engine import engine as engine_module
+from engine.errors import InvalidRequest, WorkerLost
+from engine.parallel import team as team_module
+from engine.parallel.team import Team
 from engine.request import TokenPrompt
 from tests.engine.test_parallel import NAMES, PROMPTS, answers, check_equal, make_engine, make_models, planned, workers
+from tests.oracles import make_model
 
 
 def test_fully_sharded_adapters_equal_one_process_until_a_worker_is_killed(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model_dir, adapters = make_models(tmp_path)
     single = make_engine(model_dir, adapters, tmp_path / "single")
     expected = answers(single, PROMPTS, NAMES)
     single.close(drain_s=0)
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)  # Whose modules no worker imports.
     engine = make_engine(model_dir, adapters, tmp_path / "split", tensor_parallel_size=2, fully_sharded_loras=True)
     try:
         sites = single.base.surface(max_lora_rank=8, lora_dtype=torch.float32).linears.values()
@@ -46,3 +56,59 @@ def test_fully_sharded_adapters_equal_one_process_until_a_worker_is_killed(
     finally:
         engine.close(drain_s=0)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_somebody_elses_process_group_is_left_alone(tmp_path: Path) -> None:
+    model_dir = make_model("LlamaForCausalLM", tmp_path / "llama")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(InvalidRequest, match="another process group, already"):
+            make_engine(model_dir, {}, tmp_path / "catalogue", tensor_parallel_size=2)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_worker_that_dies_before_it_meets_the_others_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = make_model("LlamaForCausalLM", tmp_path / "llama")
+    monkeypatch.setattr(team_module, "_PROGRAM", "import sys; sys.stdin.close(); sys.exit(3)")
+    monkeypatch.setattr(team_module, "join_group", lambda *_: pytest.fail("waited where nobody comes"))
+    with pytest.raises(WorkerLost, match="worker 1 ended with status 3"):
+        make_engine(model_dir, {}, tmp_path / "catalogue", tensor_parallel_size=2)
+
+
+def test_a_refused_start_ends_the_workers_without_a_word_of_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model_dir = make_model("LlamaForCausalLM", tmp_path / "llama")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    teams: list[Team] = []
+    least_kv_bytes = Team.least_kv_bytes
+    monkeypatch.setattr(Team, "least_kv_bytes", lambda team, own: teams.append(team) or least_kv_bytes(team, own))
+    with pytest.raises(InvalidRequest, match="max-model-len"):
+        make_engine(model_dir, {}, tmp_path / "catalogue", tensor_parallel_size=2, max_model_len=100_000)
+    ((worker,),) = [team._workers for team in teams]
+    assert worker.process.returncode is not None and not dist.is_initialized()
+    assert "worker_failed" not in capfd.readouterr().err
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_stalled_worker_does_not_keep_the_engine_from_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "STALL_S", 0.5)
+    model_dir = make_model("LlamaForCausalLM", tmp_path / "llama")
+    engine = make_engine(model_dir, {}, tmp_path / "catalogue", tensor_parallel_size=2)
+    (process,) = workers(engine)
+    sampling = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    events = iter(engine.start_sync(TokenPrompt(PROMPTS[0]), sampling)[0])
+    next(events)
+    process.send_signal(signal.SIGSTOP)
+    watch = threading.Timer(60, process.kill)  # So that the test ends where closing does not.
+    watch.start()
+    engine.close(drain_s=0)
+    watch.cancel()
+    with pytest.raises(WorkerLost, match="one of them does not answer"):
+        for _ in events:
+            pass
+    assert process.returncode == -signal.SIGKILL and not dist.is_initialized()
