@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 README_NAME = "README.md"
 MAX_HEADER_LEN = 32 << 10
 """Bytes of the file that are looked at; a header that does not end in them counts as none."""
+MAX_OPEN_BRACKETS = 20
 MAX_BASE_LEN = 200
 _NOTHING = ("", "~", "null", "none")
 
@@ -76,6 +77,12 @@ def parse_header(start: bytes) -> Mapping[str, Any]:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.YAMLError("aliases are not read")
             return super().compose_node(parent, index)
+
+        def fetch_flow_collection_start(self, token_class: Any) -> None:
+            """Looks further ahead the more brackets are open, at a cost that grows with their square."""
+            if self.flow_level >= MAX_OPEN_BRACKETS:
+                raise yaml.YAMLError("too many brackets are open")
+            super().fetch_flow_collection_start(token_class)
 
     lines = start.decode("utf-8-sig", "replace").splitlines()
     ends = [place for place, line in enumerate(lines[1:], 1) if line.rstrip() in ("---", "...")]

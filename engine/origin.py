@@ -60,6 +60,7 @@ def _obstacle(model_id: str) -> str | None:
 
 
 def _cached_folder(model_id: str, file_name: str) -> Path | None:
+    """The cache's folder of the whole repository, where it has the file, which may lie in a folder of that."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -67,4 +68,4 @@ def _cached_folder(model_id: str, file_name: str) -> Path | None:
         found = try_to_load_from_cache(model_id, file_name)
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(found).parents[len(Path(file_name).parts) - 1] if isinstance(found, str) else None

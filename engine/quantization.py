@@ -62,6 +62,8 @@ _PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
 )
 _RECORDED = frozenset({"torchao", "compressed-tensors"})
 """Methods whose layers can be compiled and recorded, as unpacked ones always can; others run step by step."""
+_LOADED_PLAIN = frozenset({"gguf"})
+"""Methods that are loaded without `device_map`, which is what needs accelerate on a GPU."""
 _UNPACKED = frozenset({"compressed-tensors", "fp8"})
 """Methods whose layers are made plain while loading, but for products of float8 on a GPU that has them."""
 
@@ -182,10 +184,10 @@ def _refusal(reason: str, asked: str | None) -> InvalidRequest:
 def _as_declared(method: str, declared: dict[str, Any], device: torch.device) -> Quantization:
     """How to load a checkpoint that is quantised already."""
     _require(method, f"the checkpoint is quantised with {method}", device)
-    can_be_recorded = method in _RECORDED
-    has_fp8_products = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     if method == "gguf":
         return Quantization(method, loading=_gguf_loading(), is_unpacked=True)
+    can_be_recorded = method in _RECORDED
+    has_fp8_products = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     if method == "compressed-tensors":
         keeps_fp8 = has_fp8_products and _is_fp8(declared)
         declared |= {"dequantize": not keeps_fp8, "use_optimized_inference": keeps_fp8}
@@ -312,7 +314,7 @@ def _kept_patterns(architecture: Architecture) -> list[str]:
 def _require(method: str, what: str, device: torch.device) -> None:
     """Refuse what needs a package that is not installed, with the command that installs it."""
     packages = _PACKAGES.get(method, ())
-    if device.type != "cpu" and _ACCELERATE not in packages:
+    if device.type != "cpu" and method not in _LOADED_PLAIN and _ACCELERATE not in packages:
         packages = (*packages, _ACCELERATE)
     missing = [to_install for to_import, to_install in packages if not _is_installed(to_import)]
     if missing:

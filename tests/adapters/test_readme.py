@@ -10,7 +10,15 @@ import pytest
 from adapters.card import CARD_NAME, MAX_EXAMPLES, AdapterCard, CardExample
 from adapters.manager import AdapterManager
 from adapters.plan import check_adapter
-from adapters.readme import MAX_HEADER_LEN, README_NAME, find_card, parse_header, readme_base, readme_card
+from adapters.readme import (
+    MAX_HEADER_LEN,
+    MAX_OPEN_BRACKETS,
+    README_NAME,
+    find_card,
+    parse_header,
+    readme_base,
+    readme_card,
+)
 from adapters.surface import ModelSurface
 from tests.adapters.world import edit
 
@@ -140,6 +148,15 @@ def test_a_readme_comes_along_with_an_upload_and_its_card_is_listed(
     again.restore()
     assert again.get("sql").report["card"]["license"] == "apache-2.0"
     again.close()
+
+
+def test_brackets_are_opened_to_a_bound_alone() -> None:
+    def nested(depth: int) -> bytes:
+        return header("license: mit", "tags: " + "[{a: " * (depth // 2) + "b" + "}]" * (depth // 2))
+
+    assert readme_card(nested(MAX_OPEN_BRACKETS)) == AdapterCard(license="mit")
+    assert readme_card(nested(MAX_OPEN_BRACKETS + 2)) is None
+    assert readme_card(header("license: mit", f"tags: [{'[], ' * 100}]")) == AdapterCard(license="mit")
 
 
 def test_the_parser_makes_text_alone() -> None:

@@ -14,6 +14,7 @@ from benchmarks.workload import write_model
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import InvalidRequest
 from engine.model import outline_model
+from engine.origin import find_origin
 from engine.request import TokenPrompt
 from tests.adapters.hub_server import HubServer, serve_hub, use_hub
 
@@ -60,6 +61,17 @@ def test_a_hub_that_cannot_be_reached_is_told_at_once(
 def test_an_id_that_the_hub_does_not_know_is_told(hub: HubServer) -> None:
     with pytest.raises(InvalidRequest, match="No base model could be loaded from 'owner/absent'"):
         outline_model("owner/absent")
+
+
+def test_a_file_in_a_folder_of_a_cached_repository_leads_to_the_repository(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.put("owner/files", {"one.gguf": b"1", "sub/two.gguf": b"2"})
+    for name in ("one.gguf", "sub/two.gguf"):
+        huggingface_hub.hf_hub_download("owner/files", name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name in ("one.gguf", "sub/two.gguf"):
+        assert (Path(find_origin("owner/files", name)) / name).is_file()
 
 
 def test_what_is_in_the_cache_is_served_without_the_hub_and_under_its_own_name(

@@ -460,6 +460,19 @@ def test_the_plan_counts_quantised_weights(world: World, capsys: pytest.CaptureF
     assert engine_main(["plan", "--model", str(world.base()), "--quantization", "awq"]) == 2
 
 
+def test_a_gguf_file_on_a_gpu_needs_its_own_package_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = torch.device("cuda"), []
+    monkeypatch.setattr("engine.quantization._is_installed", lambda name: asked.append(name) or name == "gguf")
+    choose = functools.partial(
+        choose_quantization, asked=None, architecture=ARCHITECTURES[QWEN], device=device, dtype=torch.bfloat16
+    )
+    chosen = choose({"quant_method": "gguf"})
+    assert chosen is not None and chosen.is_unpacked and "device_map" not in chosen.loading
+    with pytest.raises(InvalidRequest, match="accelerate"):
+        choose({"quant_method": "compressed-tensors"})
+    assert asked
+
+
 def test_a_gguf_file_needs_no_flag(world: World, tmp_path: Path) -> None:
     file = gguf_folder(world)[0]["model"] / "tiny.gguf"
     engine = make_engine(world, QWEN, model=file)
