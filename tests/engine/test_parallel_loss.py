@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ import torch.distributed as dist
 
 from engine import SamplingParams
 from engine import engine as engine_module
+from engine.config import EngineConfig
 from engine.errors import InvalidRequest, WorkerLost
 from engine.parallel import team as team_module
-from engine.parallel.team import Team
+from engine.parallel.messages import SharedSlab, WriteRow, receive
+from engine.parallel.team import Team, _Worker
 from engine.request import TokenPrompt
 from tests.engine.test_parallel import NAMES, PROMPTS, answers, check_equal, make_engine, make_models, planned, workers
 from tests.oracles import make_model
@@ -75,6 +79,34 @@ def test_a_worker_that_dies_before_it_meets_the_others_is_told(tmp_path: Path, m
     monkeypatch.setattr(team_module, "join_group", lambda *_: pytest.fail("waited where nobody comes"))
     with pytest.raises(WorkerLost, match="worker 1 ended with status 3"):
         make_engine(model_dir, {}, tmp_path / "catalogue", tensor_parallel_size=2)
+
+
+def test_an_adapter_that_arrives_in_part_ends_the_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team_module, "_NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(SharedSlab, "send", lambda *_: (_ for _ in ()).throw(OSError("no descriptors left")))
+    team = Team(EngineConfig(tensor_parallel_size=2))
+    losses: list[WorkerLost] = []
+    team.on_loss = losses.append
+    process = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
+    ours, theirs = Pipe()
+    team._workers.append(_Worker(1, process, ours))
+    slab = SharedSlab(4, torch.float32)
+    try:
+        with pytest.raises(WorkerLost, match="worker 1 does not listen"):
+            team.send_row(lambda _: (WriteRow(1, [], 4, torch.float32), slab))
+        assert isinstance(receive(theirs), WriteRow), "the worker would take what comes next for the adapter's file"
+        assert len(losses) == 1 and process.returncode == -signal.SIGKILL
+        with pytest.raises(OSError):
+            os.fstat(slab._descriptor)
+    finally:
+        team.close()
+
+
+def test_a_fault_while_the_team_is_closed_is_not_swallowed() -> None:
+    team = Team(EngineConfig(tensor_parallel_size=2))
+    team.close()
+    with pytest.raises(ValueError, match="lost"), team.in_step():
+        raise ValueError("lost")
 
 
 def test_a_refused_start_ends_the_workers_without_a_word_of_theirs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.config import LoRAModule
-from engine.errors import WorkerLost
+from engine.errors import AppError, InvalidRequest, WorkerLost
 from engine.request import TokenPrompt
 from tests.conftest import LLAMA
 from tests.oracles import Oracle, random_ids
@@ -48,6 +49,27 @@ def engine(
     )  # fmt: skip
     yield engine
     engine.close()
+
+
+def test_a_start_that_is_refused_after_loading_ends_soon(llama_dir: Path, tmp_path: Path) -> None:
+    """First, while this process is in no group: nothing waits for workers that are at another place."""
+    config = EngineConfig(
+        model=str(llama_dir), device="cuda", dtype="float32", kv_cache_memory_mb=64, tensor_parallel_size=2,
+        max_model_len=1_000_000, adapter_dir=str(tmp_path),
+    )  # fmt: skip
+    errors: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            Engine(config)
+        except AppError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(180)
+    assert not thread.is_alive() and isinstance(errors[0], InvalidRequest)
+    assert not torch.distributed.is_initialized()
 
 
 def test_mixed_batches_equal_peft_one_by_one(engine: Engine, llama_dir: Path, llama_adapters: dict[str, Path]) -> None:
