@@ -105,7 +105,7 @@ def test_old_flags_without_effect_are_accepted_with_a_warning() -> None:
     ("words", "named"),
     [
         (["--max-lora", "3"], "did you mean --max-loras?"),
-        (["--tensor-parallel-size", "2"], "unknown flag --tensor-parallel-size"),
+        (["--pipeline-parallel-size", "2"], "unknown flag --pipeline-parallel-size"),
         (["--port", "many"], "--port"),
         (["--port"], "--port"),
         (["--lora-modules", "sql"], "NAME=PATH"),
