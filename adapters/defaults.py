@@ -37,6 +37,11 @@ class Defaults:
             others = {modality: other for modality, other in self._names.items() if other != name}
             self._replace(others | dict.fromkeys(modalities, name))
 
+    def replace(self, names: Mapping[str, str]) -> None:
+        """Make these the defaults, all others none."""
+        with self._lock:
+            self._replace(names)
+
     def _replace(self, names: Mapping[str, str | None]) -> None:
         self._names = {modality: name for modality, name in names.items() if name is not None}
         self._on_change(set(self._names.values()))

@@ -103,7 +103,9 @@ class AdapterManager:
         self._name_locks = KeyedLocks()
         self._arrivals = Arrivals(self._registry, self._store, self._reader, self._door)
         self._lender = Lender(self._registry, self._reader, self._tally)
-        self._following = Following(self._registry, self._reader, self._arrivals, self._door)
+        self._following = Following(
+            self._registry, self._reader, self._arrivals, self._door, self._defaults, self._lender
+        )
 
     # Loading and unloading
 
@@ -367,8 +369,11 @@ class AdapterManager:
     # Other processes
 
     def state_of(self, name: str) -> NameState:
-        """What a name means here, for another process to `follow`; a name that is gone has a state too."""
-        return self._following.state_of(name, tuple(self._defaults.modalities_of(name)))
+        """What a name means here, for another process to `follow`; a name that is gone has a state too.
+
+        `DEFAULTS` in place of a name: which adapters answer by themselves here.
+        """
+        return self._following.state_of(name)
 
     def follow(self, state: NameState) -> None:
         """Make a name mean what another process has made it mean; the adapter folder is not written to.
@@ -377,8 +382,6 @@ class AdapterManager:
         """
         with self._name_locks.hold(state.name):
             self._following.apply(state)
-        if tuple(self._defaults.modalities_of(state.name)) != state.default_for and self.contains(state.name):
-            self.set_default_for(state.name, state.default_for)
 
     def close(self) -> None:
         """Close the catalogue. Adapters in memory stay usable."""

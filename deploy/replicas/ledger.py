@@ -1,7 +1,8 @@
 """The list of changes to adapters that all replicas follow: who may change a name now, what it means since, who has it.
 
 One process holds it, in memory. Replicas ask for what is new again and again (`sync`), and every one of them has the whole
-list: after a restart of this process they bring it back. Knows nothing of Ray and of engines. Deployed by `deploy/ray_serve`.
+list: after a restart of this process they bring it back, and nothing is changed until all have had the time to. Knows nothing
+of Ray and of engines. Deployed by `deploy/ray_serve`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from adapters.name_state import NameState
+from adapters.name_state import DEFAULTS, NameState
 
 # A replica that has not asked for so long is gone; one that has nothing to hear asks again after `POLL_SECONDS`.
 LEASE_SECONDS = 12.0
@@ -52,9 +53,21 @@ class _Follower:
 
 
 class Ledger:
-    """Changes in order, and turns by name. For one event loop."""
+    """Changes in order, and turns by name. For one event loop.
 
-    def __init__(self, *, lease_seconds: float = LEASE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        lease_seconds: how long a replica that says nothing counts as alive.
+        grace_seconds: how long it gives no turns and records nothing at first: until it has heard what another one recorded.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        *,
+        lease_seconds: float = LEASE_SECONDS,
+        grace_seconds: float = LEASE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._epoch = uuid.uuid4().hex
         self._head = 0
         self._changes: dict[str, Change] = {}
@@ -63,6 +76,7 @@ class Ledger:
         self._turns: dict[str, str] = {}
         self._lease_seconds = lease_seconds
         self._clock = clock
+        self._begins_at = clock() + grace_seconds
         self._moved = asyncio.Condition()
 
     async def sync(
@@ -86,7 +100,9 @@ class Ledger:
         """
         async with self._moved:
             self._take_in(known)
-            self._followers[replica] = _Follower(seen, self._clock(), dict(failed))
+            earlier = self._followers.get(replica)
+            if earlier is None or earlier.seen <= seen:  # Calls may overtake each other.
+                self._followers[replica] = _Follower(seen, self._clock(), dict(failed))
             self._moved.notify_all()
             if epoch == self._epoch:
                 await self._until(lambda: self._head > seen, wait_s)
@@ -103,26 +119,34 @@ class Ledger:
             self._moved.notify_all()
 
     async def take_turn(self, name: str, replica: str, wait_s: float) -> bool:
-        """Let a replica change a name, once nobody else does; False where that took longer than `wait_s` seconds.
+        """Let a replica change a name, once no other replica does; False where that took longer than `wait_s` seconds.
 
-        A turn ends with `end_turn`, or when its replica is gone.
+        A turn ends with `end_turn`, or when its replica is gone. A replica that has it may take it again: it may not have heard.
         """
         async with self._moved:
-            if not await self._until(lambda: self._is_free(name), wait_s):
+            if not await self._until(lambda: self._may_change(name, replica), wait_s):
                 return False
             self._turns[name] = replica
             return True
 
-    async def end_turn(self, name: str, replica: str, state: NameState | None) -> int | None:
-        """End a turn with what the name means now, or None where nothing changed; returns the change's number."""
+    async def end_turn(self, name: str, replica: str, epoch: str, state: NameState | None, base: int) -> Change | None:
+        """End a turn with what the name means now, or None where nothing changed.
+
+        A state is recorded only by the ledger that the replica knows (`epoch`), where no other replica has the turn and the
+        latest change of the name is still the one that this one was made upon (`base`; 0 for none).
+
+        Returns:
+            The name's latest change, recorded now or not; None where there is none, or the ledger is another one.
+        """
         async with self._moved:
-            if self._turns.get(name) == replica:
+            is_recorded = state is not None and self._may_record(name, replica, epoch, base)
+            if self._turns.get(name) == replica and (state is None or is_recorded):
                 del self._turns[name]
-            if state is not None:
+            if state is not None and is_recorded:
                 self._head += 1
                 self._changes[name] = Change(self._head, state)
             self._moved.notify_all()
-            return None if state is None else self._head
+            return self._changes.get(name) if epoch == self._epoch else None
 
     async def settled(self, seq: int, wait_s: float) -> tuple[int, int]:
         """Wait until every replica has followed a change, at most `wait_s` seconds: how many have, and of how many."""
@@ -139,7 +163,7 @@ class Ledger:
                 {"id": replica, "changes": follower.seen, "is_current": follower.seen >= self._head}
                 for replica, follower in sorted(live.items())
             ],
-            "adapters": [self._row(change, live) for change in self._changes.values()],
+            "adapters": [self._row(change, live) for name, change in self._changes.items() if name != DEFAULTS],
         }
 
     def _row(self, change: Change, live: Mapping[str, _Follower]) -> dict[str, Any]:
@@ -158,8 +182,14 @@ class Ledger:
         self._followers = {replica: each for replica, each in self._followers.items() if each.asked_at >= oldest}
         return self._followers
 
-    def _is_free(self, name: str) -> bool:
-        return self._turns.get(name) not in self._live()
+    def _may_change(self, name: str, replica: str) -> bool:
+        holder = self._turns.get(name)
+        return self._clock() >= self._begins_at and (holder == replica or holder not in self._live())
+
+    def _may_record(self, name: str, replica: str, epoch: str, base: int) -> bool:
+        latest = self._changes.get(name)
+        is_same = base == (0 if latest is None else latest.seq)
+        return epoch == self._epoch and is_same and self._may_change(name, replica)
 
     def _take_in(self, known: Sequence[Change]) -> None:
         """What a replica knows from before this process began."""

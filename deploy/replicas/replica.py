@@ -7,7 +7,6 @@ Deployed by `deploy/ray_serve`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack
@@ -28,6 +27,8 @@ T = TypeVar("T")
 Message = MutableMapping[str, Any]
 # Beyond what the ledger itself waits.
 LEDGER_SECONDS = 15.0
+# How long a request for an unknown name waits for what other replicas have changed.
+NEWS_SECONDS = 1.0
 
 
 class Replica:
@@ -51,7 +52,7 @@ class Replica:
         self._drain_seconds = command.server.drain_seconds
         self._catalogue = SharedCatalogue(RayLedger(ledger), self._engine.adapters, self.replica)
         # Before the first request, so that a replica never serves less than the others.
-        await self._catalogue.catch_up()
+        await self._catalogue.join()
         service = SharedService(self._engine, command.server, self._catalogue)
         self._app = create_app(self._engine, command.server, service=service, routers=[router])
         mount_ui(self._app, service, command.server)
@@ -122,8 +123,7 @@ class Replica:
         """Tell the routers that this replica holds an adapter, if there is one of that name."""
         if not self._engine.adapters.contains(name):
             # Just loaded by another replica, perhaps; never a 404 for that.
-            with contextlib.suppress(LedgerUnreachable):
-                await self._catalogue.catch_up()
+            await self._catalogue.catch_up_soon(NEWS_SECONDS)
         if self._engine.adapters.contains(name):
             await self._hold(name)
 
@@ -213,9 +213,9 @@ class RayLedger:
     async def take_turn(self, name: str, replica: str, wait_s: float) -> bool:
         return bool(await self._call(wait_s, "take_turn", name, replica, wait_s))
 
-    async def end_turn(self, name: str, replica: str, state: NameState | None) -> int | None:
-        seq: int | None = await self._call(0.0, "end_turn", name, replica, state)
-        return seq
+    async def end_turn(self, name: str, replica: str, epoch: str, state: NameState | None, base: int) -> Change | None:
+        latest: Change | None = await self._call(0.0, "end_turn", name, replica, epoch, state, base)
+        return latest
 
     async def settled(self, seq: int, wait_s: float) -> tuple[int, int]:
         have, of = await self._call(wait_s, "settled", seq, wait_s)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
 from adapters.errors import AdapterFilesNotFound, AdapterNotFound, AdapterRefused
 from adapters.manager import AdapterManager
-from adapters.name_state import NameState
+from adapters.name_state import DEFAULTS, NameState
 from adapters.surface import ModelSurface
 from tests.adapters.world import edit
 
@@ -91,14 +93,56 @@ def test_pins_and_defaults_are_followed(pair: Pair, reference: Path) -> None:
         first.load(name, reference)
         second.follow(first.state_of(name))
     first.set_default_for("a", ["audio"])
-    second.follow(first.state_of("a"))
+    second.follow(first.state_of(DEFAULTS))
     assert second.defaults() == {"audio": "a"}
+    assert second.get("a").default_for == ["audio"]
     first.set_default_for("b", ["audio"])
-    second.follow(first.state_of("b"))
+    second.follow(first.state_of(DEFAULTS))
     assert second.defaults() == {"audio": "b"}
     first.pin("a", True)
     second.follow(first.state_of("a"))
     assert second.get("a").pinned and second.defaults() == {"audio": "b"}
+
+
+def test_who_follows_late_has_no_default_that_was_taken_away(pair: Pair, reference: Path) -> None:
+    first, second = pair
+    for name in ("a", "b"):
+        first.load(name, reference)
+    second.load("flag", reference)
+    second.set_default_for("flag", ["image"])  # As a flag of its command line does.
+    first.set_default_for("a", ["audio"])
+    first.set_default_for("b", ["audio"])
+    first.set_default_for("b", [])
+    for name in (DEFAULTS, "a", "b"):
+        second.follow(first.state_of(name))
+    assert second.defaults() == {}
+
+
+def test_a_default_is_followed_before_its_adapter(pair: Pair, reference: Path) -> None:
+    first, second = pair
+    first.load("a", reference)
+    first.set_default_for("a", ["audio"])
+    for name in (DEFAULTS, "a"):
+        second.follow(first.state_of(name))
+    assert second.get("a").default_for == ["audio"]
+
+
+def test_equal_content_from_elsewhere_is_followed(pair: Pair, reference: Path, tmp_path: Path) -> None:
+    first, second = pair
+    shutil.copytree(reference, tmp_path / "copy")
+    first.load("sql", tmp_path / "copy")
+    second.follow(first.state_of("sql"))
+    first.load("sql", reference, load_inplace=True)
+    second.follow(first.state_of("sql"))
+    assert second.state_of("sql") == first.state_of("sql")
+    first.install_upload("sql", upload_of(reference), load_inplace=True)
+    second.follow(first.state_of("sql"))
+    assert second.get("sql").is_stored
+    # Taken away and uploaded again, with the first not followed: the files lie in another folder.
+    first.unload("sql")
+    first.install_upload("sql", upload_of(reference))
+    second.follow(first.state_of("sql"))
+    second.export("sql", BytesIO())
 
 
 def test_content_that_is_not_there_any_more_is_refused_and_the_old_stays(

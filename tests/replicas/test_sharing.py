@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ import pytest
 from adapters.errors import AdapterNotFound
 from adapters.manager import AdapterManager
 from deploy.replicas import sharing
-from deploy.replicas.ledger import Ledger
-from deploy.replicas.sharing import SETTLED, LedgerUnreachable, SharedCatalogue
+from deploy.replicas.ledger import LEASE_SECONDS, Ledger
+from deploy.replicas.sharing import SETTLED, ChangeSuperseded, LedgerUnreachable, SharedCatalogue
 from tests.adapters.world import edit, make_llama, save_peft, surface_of
 
 
@@ -36,14 +38,21 @@ class Door:
     """A ledger that can be away, and be replaced by one that knows nothing."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        self.ledger = Ledger(grace_seconds=0.0)
         self.is_away = False
+        # Calls whose answer is lost, and how often each was called.
+        self.lost: set[str] = set()
+        self.calls: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any, **kwargs: Any) -> Any:
             if self.is_away:
                 raise LedgerUnreachable("away")
-            return await getattr(self.ledger, name)(*args, **kwargs)
+            self.calls[name] += 1
+            answer = await getattr(self.ledger, name)(*args, **kwargs)
+            if name in self.lost:
+                raise LedgerUnreachable("lost")
+            return answer
 
         return call
 
@@ -115,12 +124,159 @@ async def test_a_change_while_the_ledger_is_started_again_is_not_lost(
         managers[0].load("kept", folder)
     async with first.change("sql"):
         managers[0].load("sql", folder)
-        door.is_away, door.ledger = True, Ledger()
+        door.is_away, door.ledger = True, Ledger(grace_seconds=0.0)
         asyncio.get_running_loop().call_later(0.1, setattr, door, "is_away", False)
     await second.catch_up()
     await second.catch_up()
     assert set(managers[1].names()) == {"kept", "sql"}
     assert (await door.status())["changes"] == 2
+
+
+@pytest.mark.asyncio
+async def test_a_change_that_ends_at_a_new_ledger_reaches_those_who_have_seen_more(
+    managers: list[AdapterManager], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(sharing, "SETTLE_SECONDS", 0.0)
+    door = Door()
+    first, second = (SharedCatalogue(door, manager, name) for manager, name in zip(managers, "ab", strict=True))
+    for name in ("x", "y"):
+        async with first.change(name):
+            managers[0].load(name, folder)
+    await second.catch_up()
+    async with first.change("sql"):
+        managers[0].load("sql", folder)
+        door.ledger = Ledger(grace_seconds=0.0)  # Nobody has told it anything when the turn ends.
+    await second.catch_up()
+    assert set(managers[1].names()) == {"x", "y", "sql"}
+    assert (await door.status())["changes"] == 3
+
+
+@pytest.mark.asyncio
+async def test_a_change_whose_turn_lapsed_gives_way_to_the_one_made_meanwhile(
+    managers: list[AdapterManager], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "SETTLE_SECONDS", 0.0)
+    door = Door()
+    first, second = (SharedCatalogue(door, manager, name) for manager, name in zip(managers, "ab", strict=True))
+    other = edit(folder, tmp_path / "other", config={"lora_alpha": 5})
+
+    async def change_late() -> None:
+        async with first.change("sql"):
+            await door.leave("a")  # As when it is silent for longer than its lease.
+            async with second.change("sql"):
+                managers[1].load("sql", other)
+            managers[0].load("sql", folder)
+
+    with pytest.raises(ChangeSuperseded) as caught:
+        await change_late()
+    assert caught.value.status == 409
+    assert managers[0].get("sql").generation == managers[1].get("sql").generation
+    assert (await door.status())["changes"] == 1
+
+
+@pytest.mark.asyncio
+async def test_what_a_failed_change_has_done_is_told(
+    managers: list[AdapterManager], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "SETTLE_SECONDS", 0.0)
+    door = Door()
+    first, second = (SharedCatalogue(door, manager, name) for manager, name in zip(managers, "ab", strict=True))
+
+    async def fail_late() -> None:
+        async with first.change("sql"):
+            managers[0].load("sql", folder)
+            raise RuntimeError("after it was done")
+
+    with pytest.raises(RuntimeError):
+        await fail_late()
+    await second.catch_up()
+    assert managers[1].contains("sql")
+
+
+@pytest.mark.asyncio
+async def test_what_could_not_be_told_is_told_later(
+    managers: list[AdapterManager], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(sharing, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(sharing, "POLL_SECONDS", 0.01)
+    door = Door()
+    first, second = (SharedCatalogue(door, manager, name) for manager, name in zip(managers, "ab", strict=True))
+
+    async def change_untold() -> None:
+        async with first.change("sql"):
+            managers[0].load("sql", folder)
+            door.is_away = True
+            monkeypatch.setattr(sharing, "TURN_SECONDS", 0.05)
+
+    with pytest.raises(LedgerUnreachable):
+        await change_untold()
+    monkeypatch.setattr(sharing, "TURN_SECONDS", 60.0)
+    with pytest.raises(LedgerUnreachable):
+        async with first.change("sql"):
+            pytest.fail("no change upon one that nobody knows")
+    door.is_away = False
+    following = [asyncio.ensure_future(each.follow()) for each in (first, second)]
+    await wait_until(lambda: managers[1].contains("sql"))
+    for task in following:
+        task.cancel()
+    assert await door.take_turn("sql", "b", 0.0), "the turn is free again"
+
+
+@pytest.mark.asyncio
+async def test_a_turn_whose_answer_is_lost_is_given_back(managers: list[AdapterManager]) -> None:
+    door = Door()
+    door.lost = {"take_turn"}
+    await SharedCatalogue(door, managers[1], "b").catch_up()
+    with pytest.raises(LedgerUnreachable):
+        async with SharedCatalogue(door, managers[0], "a").change("sql"):
+            pytest.fail("no change without a turn")
+    assert await door.ledger.take_turn("sql", "b", 0.0)
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_follows_for_long_still_counts_and_holds_up_no_request(
+    managers: list[AdapterManager], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(sharing, "BEAT_SECONDS", 0.01)
+    now, may_load = [0.0], threading.Event()
+    door = Door()
+    door.ledger = Ledger(grace_seconds=0.0, clock=lambda: now[0])
+    first, second = (SharedCatalogue(door, manager, name) for manager, name in zip(managers, "ab", strict=True))
+    await second.catch_up()
+    following = asyncio.ensure_future(second.follow())
+    follow, is_loading = managers[1].follow, threading.Event()
+    monkeypatch.setattr(managers[1], "follow", lambda state: (is_loading.set(), may_load.wait(60), follow(state)))
+    async with first.change("sql"):
+        managers[0].load("sql", folder)
+    await wait_until(is_loading.is_set)
+    now[0] = LEASE_SECONDS - 1
+    beats = door.calls["sync"]
+    await wait_until(lambda: door.calls["sync"] >= beats + 2)
+    now[0] = LEASE_SECONDS + 1
+    assert await door.settled(1, 0.0) == (0, 1), "it lives, and has the old version"
+    await asyncio.wait_for(second.catch_up_soon(0.01), 30)
+    may_load.set()
+    await wait_until(lambda: managers[1].contains("sql"))
+    following.cancel()
+
+
+@pytest.mark.asyncio
+async def test_a_new_replica_waits_for_the_ledger(
+    managers: list[AdapterManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "RETRY_SECONDS", 0.01)
+    door = Door()
+    door.is_away = True
+    asyncio.get_running_loop().call_later(0.1, setattr, door, "is_away", False)
+    await SharedCatalogue(door, managers[0], "a").join()
+    assert [row["id"] for row in (await door.status())["replicas"]] == ["a"]
+    door.is_away = True
+    monkeypatch.setattr(sharing, "JOIN_SECONDS", 0.05)
+    with pytest.raises(LedgerUnreachable):
+        await SharedCatalogue(door, managers[1], "b").join()
 
 
 @pytest.mark.asyncio
