@@ -53,7 +53,8 @@ def _run(command: ReplicaCommand) -> int:
 
     server, address = command.app.server, command.replicas.ray_address
     is_own = address is None
-    ray.init(address, include_dashboard=False if is_own else None)
+    # Without an address Ray would join a cluster that it finds, whose applications are not ours to end.
+    ray.init(address or "local", include_dashboard=False if is_own else None)
     # Only now: Ray installs its own handler, which aborts. SIGTERM ends this like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -92,7 +92,7 @@ def test_kubernetes_starts_it_and_asks_the_routes_that_exist() -> None:
 
 def test_a_rayservice_starts_replicas_that_fit_its_workers() -> None:
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "rayservice.yaml").read_text()))
-    [claim, service] = documents
+    [claim, policy, service] = documents
     serve = yaml.safe_load(service["spec"]["serveConfigV2"])
     [application] = serve["applications"]
     module, _, builder = application["import_path"].partition(":")
@@ -102,6 +102,14 @@ def test_a_rayservice_starts_replicas_that_fit_its_workers() -> None:
     [group] = cluster["workerGroupSpecs"]
     pod = group["template"]["spec"]
     [worker] = pod["containers"]
+    [port] = [row["containerPort"] for row in worker["ports"] if row["name"] == "serve"]
+    assert port == serve["http_options"]["port"], "KubeRay's readiness probe"
+    label = policy["spec"]["podSelector"]["matchLabels"]
+    for template in (cluster["headGroupSpec"]["template"], group["template"]):
+        assert template["metadata"]["labels"] == label
+    assert [rule["ports"] for rule in policy["spec"]["ingress"] if "from" not in rule] == [
+        [{"protocol": "TCP", "port": port}]
+    ]
     assert worker["env"] == head["env"], "the application is built on one of them and runs on the other"
     environ = {row["name"]: row.get("value", KEYS.get(row["name"])) for row in worker["env"]}
     words = shlex.split(application["args"]["flags"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,9 @@ REPLICA_HEADER = "X-Replica"
 LOST_HEADER = "X-Replica-Lost"
 # Where an answer to a change says how many replicas have it.
 REPLICAS_HEADER = "X-Replicas"
-HEARTBEAT = "/gradio_api/heartbeat/"
+# How often an ingress writes to a page's line and tells its replica that the page is still there.
+LINE_BEAT_SECONDS = 15.0
+_PAGE_LINE = re.compile(r"/gradio_api/heartbeat/[^/]+")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Call:
         adapter: name of the adapter that the request asks for, as far as the ingress can tell.
         prefer: the replica that has the page which sends this.
         avoid: replicas that were lost while they answered this.
+        line: of a page's line, which stays open for as long as the page: an id of its own; else empty.
     """
 
     scope: dict[str, Any]
@@ -33,3 +37,9 @@ class Call:
     adapter: str | None = None
     prefer: str | None = None
     avoid: Collection[str] = ()
+    line: str = ""
+
+
+def is_page_line(method: str, path: str) -> bool:
+    """Whether a request opens the line by which a page of the web app says that it is there; `path` without `--root-path`."""
+    return method == "GET" and _PAGE_LINE.fullmatch(path) is not None

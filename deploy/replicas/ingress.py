@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from api.errors import envelope, error_response
 from api.settings import ServerSettings
 from api.stream import frame
 from api.tenants import Role
-from deploy.replicas.call import HEARTBEAT, LOST_HEADER, PAGE_COOKIE, REPLICA_HEADER, Call
+from deploy.replicas.call import LINE_BEAT_SECONDS, LOST_HEADER, PAGE_COOKIE, REPLICA_HEADER, Call, is_page_line
 from deploy.replicas.metrics import merge_metrics
 from deploy.replicas.peek import FormPeek, ModelNames, json_adapter
 from engine.errors import AppError
@@ -43,7 +44,6 @@ PART_BYTES = 1 << 20
 # How long a request waits for a replica to begin with it where there is none, or none has room.
 START_SECONDS = 60.0
 HEALTH_SECONDS = 5.0
-HEARTBEAT_SECONDS = 15.0
 NAMES_SECONDS = 5.0
 # Only these are answered the same however often they are asked.
 _REPEATABLE = frozenset(
@@ -67,7 +67,7 @@ class Ingress:
 
     Args:
         replicas: a handle on the replicas' deployment.
-        settings: the server's, for credentials: nothing of a stranger's body is read.
+        settings: the server's, for credentials: a stranger's body is not looked at, though Ray Serve's proxy has received it.
         max_upload_mb: largest body that a replica takes, in MiB.
     """
 
@@ -118,6 +118,15 @@ class Ingress:
 
     async def _pass_on(self, call: Call, reply: _Reply) -> None:
         """Have a replica answer, and another where that one is lost before anything of its answer was sent."""
+        try:
+            await self._pass_tries(call, reply)
+            if call.line and reply.is_open:
+                await self._keep_page(call, reply)
+        finally:
+            if call.line and reply.replica:
+                self._of_page("leave_page", call, reply)
+
+    async def _pass_tries(self, call: Call, reply: _Reply) -> None:
         path = self._path(call)
         can_repeat = path in _REPEATABLE or call.scope["method"] in ("GET", "HEAD")
         for is_last in (False, True):
@@ -126,19 +135,17 @@ class Ingress:
                     for message in messages:
                         await reply.take(message)
                 await reply.end()
-                break
+                return
             except _Lost as lost:
                 log.warning("event=replica_lost replica=%s path=%s begun=%s", lost.replica, path, reply.has_begun)
                 if reply.has_begun:
                     await reply.cut_off()
                     return
                 if is_last or not can_repeat:
-                    await reply.refuse(_refusal(can_repeat))
+                    await reply.refuse(_refusal(can_repeat, has_begun=bool(lost.replica)))
                     return
                 call = replace(call, avoid=(lost.replica,), prefer=None)
                 reply.begin_again(lost.replica)
-        if HEARTBEAT in path and not reply.has_ended:
-            await self._keep_page(call, reply)
 
     async def _messages(self, call: Call) -> AsyncIterator[list[Message]]:
         """The messages of a replica's answer. Raises `_Lost` where the replica ended before the answer did."""
@@ -164,13 +171,14 @@ class Ingress:
                 stream.cancel()
 
     async def _keep_page(self, call: Call, reply: _Reply) -> None:
-        """Hold a page's line open until the browser closes it, then tell its replica."""
-        try:
-            while True:
-                await asyncio.sleep(HEARTBEAT_SECONDS)
-                await reply.send_more(b"data: ALIVE\n\n")
-        finally:
-            self._replicas.options(method_name="leave_page").remote(replace(call, prefer=reply.replica, parts=[]))
+        """Hold a page's line open until the browser closes it; its replica hears that it is."""
+        while True:
+            await asyncio.sleep(LINE_BEAT_SECONDS)
+            await reply.send_more(b"data: ALIVE\n\n")
+            self._of_page("keep_page", call, reply)
+
+    def _of_page(self, method: str, call: Call, reply: _Reply) -> None:
+        self._replicas.options(method_name=method).remote(replace(call, prefer=reply.replica, parts=[]))
 
     async def _read(self, scope: Message, receive: Receive) -> Call | None:
         """The request, with its body where its sender may send one; None where the client left before its end."""
@@ -179,7 +187,8 @@ class Ingress:
         cookies = cookie_parser(headers.get("cookie", ""))
         call = Call(plain)
         if self._is_page(call):
-            call = replace(call, prefer=cookies.get(PAGE_COOKIE))
+            line = uuid.uuid4().hex if is_page_line(scope["method"], self._path(call)) else ""
+            call = replace(call, prefer=cookies.get(PAGE_COOKIE), line=line)
         length = headers.get("content-length", "0")
         is_stranger = self._policy.caller_of(headers.get("authorization")).role is Role.NOBODY
         if is_stranger or (length.isdecimal() and int(length) > self._max_bytes):
@@ -300,6 +309,11 @@ class _Reply:
         self._head, self.replica = None, ""
         self._lost.append(lost or "none")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the head is sent and more of the body may come."""
+        return self.has_begun and not self.has_ended
+
     async def send_more(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -322,8 +336,8 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": frame(envelope(lost)), "more_body": False})
 
 
-def _refusal(can_repeat: bool) -> ReplicaLost:
-    if can_repeat:
+def _refusal(can_repeat: bool, has_begun: bool = True) -> ReplicaLost:
+    if can_repeat or not has_begun:
         return ReplicaLost("No replica could answer this; try again in a moment.")
     return ReplicaLost(
         "The replica was lost while it made this change; look at what is there (GET /v1/adapters), then try again."

@@ -6,6 +6,7 @@ piece. Knows nothing of Ray and of replicas. Called by `ingress`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +34,8 @@ class ModelNames:
         """The routing rule, applied to what was read."""
         try:
             return choose_route(
-                model=model if isinstance(model, str) else None,
-                lora=lora if isinstance(lora, str) else None,
+                model=_name(model),
+                lora=_name(lora),
                 modalities=modalities,
                 base_names=self.base,
                 defaults=self.defaults,
@@ -53,6 +54,10 @@ def json_adapter(body: bytes, names: ModelNames) -> str | None:
     if not isinstance(value, dict):
         return None
     return names.adapter(value.get("model"), value.get("lora"), set(_modalities(value.get("messages"))))
+
+
+def _name(value: object) -> str | None:
+    return value if isinstance(value, str) and len(value) <= MAX_NAME_BYTES else None
 
 
 def _modalities(messages: object) -> Iterator[str]:
@@ -80,7 +85,10 @@ class FormPeek:
         }
         boundary = options.get(b"boundary")
         is_form = kind == b"multipart/form-data"
-        self._parser = MultipartParser(boundary, callbacks) if is_form and boundary else None
+        self._parser: MultipartParser | None = None
+        if is_form and boundary:
+            with contextlib.suppress(ValueError):  # Too long to be one: the replica says so.
+                self._parser = MultipartParser(boundary, callbacks)
 
     @property
     def is_form(self) -> bool:

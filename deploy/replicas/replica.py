@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -17,9 +17,10 @@ from ray.serve.handle import DeploymentHandle
 
 from adapters.name_state import NameState
 from api.cli import CommandLine
-from deploy.replicas.call import HEARTBEAT, REPLICAS_HEADER, Call
+from deploy.replicas.call import LINE_BEAT_SECONDS, Call
+from deploy.replicas.exchange import Exchange, Pages
 from deploy.replicas.ledger import POLL_SECONDS, Change, News
-from deploy.replicas.sharing import SETTLED, LedgerUnreachable, SharedCatalogue, SharedService, router
+from deploy.replicas.sharing import LedgerUnreachable, SharedCatalogue, SharedService, router
 
 log = logging.getLogger("switchboard.replicas")
 
@@ -62,7 +63,7 @@ class Replica:
         self._stack = AsyncExitStack()
         await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
         self._tasks = {asyncio.ensure_future(self._catalogue.follow())}
-        self._pages: dict[str, _Exchange] = {}
+        self._pages = Pages(4 * LINE_BEAT_SECONDS)
         self._hold = serve.multiplexed(_note, max_num_models_per_replica=command.engine.max_cpu_loras)
 
     async def handle(self, call: Call) -> AsyncGenerator[list[Message], None]:
@@ -70,28 +71,31 @@ class Replica:
         yield [{"type": "replica.id", "replica": self.replica}]
         if call.adapter is not None:
             await self._hold_adapter(call.adapter)
-        exchange = _Exchange(self._app, call)
+        exchange = Exchange(self._app, call)
         self._tasks.add(exchange.task)
         exchange.task.add_done_callback(self._tasks.discard)
-        if HEARTBEAT in call.scope["path"]:
-            # The ingress keeps the page's line open: it is no work, and must hold up no replica that is to end.
-            self._pages[call.scope["path"]] = exchange
-            while messages := await exchange.next_messages():
-                yield messages
-                if any(message["type"] == "http.response.body" for message in messages):
-                    return
-            return
+        status, is_kept = 0, False
         try:
             while messages := await exchange.next_messages():
+                status = next((each["status"] for each in messages if "status" in each), status)
+                is_kept = bool(call.line) and status == 200 and _is_open(messages)
+                if is_kept:
+                    # The ingress keeps the page's line open: it is no work, and must hold up no replica that is to end.
+                    self._pages.keep(call.line, exchange)
                 yield messages
+                if is_kept:
+                    return
         finally:
-            exchange.leave()
+            if not is_kept:
+                exchange.leave()
+
+    async def keep_page(self, call: Call) -> None:
+        """The page whose line `call` opened is still there."""
+        self._pages.renew(call.line)
 
     async def leave_page(self, call: Call) -> None:
-        """The browser has closed the page whose heartbeat `call` was."""
-        exchange = self._pages.pop(call.scope["path"], None)
-        if exchange is not None:
-            exchange.leave()
+        """The browser has closed the page whose line `call` opened."""
+        self._pages.leave(call.line)
 
     async def metrics(self) -> tuple[str, str]:
         """This replica's id, and its metrics in Prometheus' text form."""
@@ -103,14 +107,14 @@ class Replica:
         return self._engine.model_names, self._engine.default_mm_loras
 
     async def check_health(self) -> None:
-        """Called by Ray Serve; a replica whose engine has died is replaced."""
+        """Called by Ray Serve every few seconds; a replica whose engine has died is replaced."""
+        self._pages.leave_silent()
         if not self._engine.stats().is_running:
             raise RuntimeError("the engine's thread has ended")
 
     async def __del__(self) -> None:
         """Called by Ray Serve once the answers under way have ended."""
-        for exchange in self._pages.values():
-            exchange.leave()
+        self._pages.leave_all()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -134,59 +138,10 @@ async def _note(model_id: str) -> str:
     return model_id
 
 
-class _Exchange:
-    """One request and its answer, run by the application in a task of its own."""
-
-    def __init__(self, app: Callable[..., Coroutine[Any, Any, None]], call: Call) -> None:
-        self._parts = list(call.parts)
-        self._has_left = asyncio.Event()
-        self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._settled: list[tuple[int, int]] = []
-        self.task = asyncio.ensure_future(self._run(app, dict(call.scope)))
-
-    def leave(self) -> None:
-        """The client has left. What it asked for ends by itself; changes of adapters are finished."""
-        self._has_left.set()
-
-    async def next_messages(self) -> list[Message]:
-        """What the application has sent since, at least one message; empty at the end. Raises what it raised."""
-        first = await self._messages.get()
-        if first is None:
-            await self.task
-            return []
-        messages = [first]
-        while not self._messages.empty():
-            message = self._messages.get_nowait()
-            if message is None:
-                self._messages.put_nowait(None)
-                break
-            messages.append(message)
-        return messages
-
-    async def _run(self, app: Callable[..., Coroutine[Any, Any, None]], scope: dict[str, Any]) -> None:
-        SETTLED.set(self._settled)
-        try:
-            await app(scope, self._receive, self._send)
-        finally:
-            self._messages.put_nowait(None)
-
-    async def _receive(self) -> Message:
-        if self._parts is not None and not self._has_left.is_set():
-            part = self._parts.pop(0) if self._parts else b""
-            body: bytes = part if isinstance(part, bytes) else await part
-            has_more = bool(self._parts)
-            if not has_more:
-                self._parts = None  # type: ignore[assignment]
-            return {"type": "http.request", "body": body, "more_body": has_more}
-        await self._has_left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and self._settled:
-            have, of = self._settled[-1]
-            header = (REPLICAS_HEADER.lower().encode(), f"{have}/{of}".encode())
-            message = {**message, "headers": [*message.get("headers", []), header]}
-        self._messages.put_nowait(message)
+def _is_open(messages: Sequence[Message]) -> bool:
+    """Whether some of a body has come, and not its end."""
+    bodies = [message for message in messages if message["type"] == "http.response.body"]
+    return bool(bodies) and bool(bodies[-1].get("more_body"))
 
 
 class RayLedger:

@@ -50,7 +50,9 @@ class AdapterRouter(MultiplexMixin, RequestRouter):
         """Called by Ray Serve once a replica has the request."""
         adapter = _call_of(pending_request).adapter
         if adapter is not None:
-            self._sent[adapter, replica_id.unique_id] = time.monotonic()
+            key = adapter, replica_id.unique_id
+            self._sent.pop(key, None)
+            self._sent[key] = time.monotonic()
 
     def _view(self, name: str, replica: RunningReplica, adapter: str | None) -> ReplicaView:
         adapters = set(replica.multiplexed_model_ids)
@@ -60,7 +62,10 @@ class AdapterRouter(MultiplexMixin, RequestRouter):
 
     def _forget_sent(self) -> None:
         oldest = time.monotonic() - SENT_SECONDS
-        for key in [key for key, sent_at in self._sent.items() if sent_at < oldest]:
+        while self._sent:  # In the order of their times.
+            key = next(iter(self._sent))
+            if self._sent[key] >= oldest:
+                return
             del self._sent[key]
 
 

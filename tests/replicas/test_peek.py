@@ -74,3 +74,10 @@ def test_a_name_of_any_length_is_not_kept() -> None:
         form.feed(body[start : start + 1000])
     adapter = form.adapter(NAMES)
     assert adapter is not None and len(adapter) < 5000
+
+
+def test_what_cannot_be_a_boundary_or_a_name_is_the_replicas_to_refuse() -> None:
+    form = FormPeek(f"multipart/form-data; boundary={'x' * 300}")
+    form.feed(b"anything")
+    assert not form.is_form
+    assert json_adapter(b'{"lora": "%b"}' % (b"x" * 5000), NAMES) is None
