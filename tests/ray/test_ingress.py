@@ -36,6 +36,7 @@ class Replicas:
         self.calls: list[Call] = []
         self.models: list[str] = []
         self.cancelled = 0
+        self.left: list[str] = []
 
     def options(self, *, method_name: str, multiplexed_model_id: str = "", stream: bool = False) -> Replicas:
         self.method = method_name
@@ -46,6 +47,8 @@ class Replicas:
     def remote(self, *args: Any) -> Any:
         if self.method == "names":
             return _names()
+        if self.method == "leave_page":
+            return self.left.append(args[0].line)
         self.calls += args
         return Stream(self, self.scripts.pop(0), f"r{len(self.calls)}")
 
@@ -169,3 +172,17 @@ async def test_a_client_that_leaves_cancels_its_answer() -> None:
     }
     await asyncio.wait_for(app(scope, receive, send), 30)
     assert replicas.cancelled == 1
+
+
+@pytest.mark.asyncio
+async def test_a_pages_line_that_is_refused_is_left_and_other_paths_open_none() -> None:
+    refused = Replicas([{**PLAIN, "status": 401}, LAST])
+    await ask(refused, "/gradio_api/heartbeat/page")
+    assert refused.left == [] and refused.calls[0].line == "", "a POST"
+    app = Ingress(refused, ServerSettings(), max_upload_mb=1).__serve_build_asgi_app__()
+    refused.scripts = [[{**PLAIN, "status": 401}, LAST]] * 2
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://h") as client:
+        for _ in range(2):
+            assert (await client.get("/gradio_api/heartbeat/page")).status_code == 401
+    first, second = (call.line for call in refused.calls[1:])
+    assert refused.left == [first, second] and first != second

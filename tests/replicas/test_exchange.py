@@ -75,6 +75,7 @@ async def test_pages_that_nobody_renews_are_left() -> None:
     lines = {line: Exchange(app, Call({})) for line in ("kept", "silent", "closed")}
     for line, exchange in lines.items():
         pages.keep(line, exchange)
+    await drain()
     pages.leave("closed")
     pages.leave("unknown")
     now[0] = 50.0
