@@ -18,7 +18,7 @@ from engine.request import Delta
 T = TypeVar("T")
 
 BEAT_S = 0.5
-# Gradio takes about 15 ms of a desktop's browser for an update and four times that of a phone's: more often, and it falls behind.
+# Gradio copies the state of every component in the browser at each update: more often, and a phone falls behind.
 PAUSE_S = 0.1
 
 

@@ -330,6 +330,7 @@ ENGLISH: Mapping[str, str] = {
     "report.base": "Trained on {base}",
     "report.card": "Its card brings: {brought}",
     "report.card.description": "a description",
+    "report.card.license": "license {name}",
     "report.card.examples": "examples ({count})",
     "report.card.empty": "Its card says nothing",
     "report.zero": "Its effect is zero everywhere: it will answer exactly as the base model does.",

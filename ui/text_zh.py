@@ -322,6 +322,7 @@ CHINESE: Mapping[str, str] = {
     "report.base": "训练所用模型：{base}",
     "report.card": "它的卡片带来：{brought}",
     "report.card.description": "说明",
+    "report.card.license": "许可证 {name}",
     "report.card.examples": "示例（{count}）",
     "report.card.empty": "它的卡片没有内容",
     "report.zero": "它处处没有作用：回答会与基础模型完全相同。",

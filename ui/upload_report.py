@@ -178,7 +178,7 @@ def _card_words(text: Texts, card: dict[str, Any]) -> str:
     ]
     brought = [
         *([text("report.card.description")] if card["description"] else []),
-        *([f"{text('card.license')} {card['license']}"] if card.get("license") else []),
+        *([text("report.card.license", name=card["license"])] if card.get("license") else []),
         *([text("card.setting.system")] if card["system_prompt"] else []),
         *sampling,
         *([text("report.card.examples", count=len(card["examples"]))] if card["examples"] else []),

@@ -23,7 +23,7 @@ class Exchange:
     """One request and its answer, run by the application in a task of its own."""
 
     def __init__(self, app: Callable[..., Coroutine[Any, Any, None]], call: Call) -> None:
-        self._parts = list(call.parts)
+        self._parts: list[Any] | None = list(call.parts)
         self._has_left = asyncio.Event()
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue(MAX_MESSAGES)
         self._is_over = False
@@ -68,7 +68,7 @@ class Exchange:
             body: bytes = part if isinstance(part, bytes) else await part
             has_more = bool(self._parts)
             if not has_more:
-                self._parts = None  # type: ignore[assignment]
+                self._parts = None
             return {"type": "http.request", "body": body, "more_body": has_more}
         await self._has_left.wait()
         return {"type": "http.disconnect"}

@@ -93,7 +93,8 @@ def test_what_an_adapters_card_brings_is_told(language: str, said: str) -> None:
         assert [(verdict, words) for verdict, words in lines if words == expected] == [("passed", expected)]
     assert not [words for _, words in report_lines(text, parcel(UploadReport(True, report=facts()))) if "card" in words]
     licensed = facts(card=AdapterCard(license="apache-2.0").to_dict())
-    assert "apache-2.0" in report_lines(text, parcel(UploadReport(True, report=licensed)))[-1][1]
+    words = report_lines(text, parcel(UploadReport(True, report=licensed)))[-1][1]
+    assert words.endswith({"en": ": license apache-2.0", "zh-CN": "：许可证 apache-2.0"}[language])
 
 
 def test_mixed_ranks_doubts_and_faults_are_told() -> None:
