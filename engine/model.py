@@ -175,14 +175,18 @@ class BaseModel:
         return self.architecture.finish_logits(logits, self.text_config)
 
     def encode(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """What the tower takes of K items, of equal shapes since padding could change the result -> K tensors [n, H]."""
+        """What the tower takes of K items, of equal shapes since padding could change the result -> K tensors [n, H].
+
+        Convolutions in float32 are exact: cuDNN would round their inputs to 10 bits (TF32) by default.
+        """
         inputs = {
             name: torch.cat([item[name] for item in items]).to(
                 self.device, self.dtype if tensor.is_floating_point() else None
             )
             for name, tensor in items[0].items()
         }
-        return self.architecture.media[modality].encode(self.model, inputs, len(items))
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            return self.architecture.media[modality].encode(self.model, inputs, len(items))
 
     def surface(
         self,

@@ -62,6 +62,9 @@ _PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
 )
 _RECORDED = frozenset({"torchao", "compressed-tensors"})
 """Methods whose layers can be compiled and recorded, as unpacked ones always can; others run step by step."""
+_NOT_COMPILED = re.compile(r"int8-dynamic|Int8Dynamic\w*|compressed-tensors")
+"""Methods, and torchao's names of them in checkpoints, whose products the compiler breaks (torch has none of int8 for 16 rows
+and fewer, which torchao pads outside compiled code) or cannot read (float8 ones of compressed-tensors layers)."""
 _LOADED_PLAIN = frozenset({"gguf"})
 """Methods that are loaded without `device_map`, which is what needs accelerate on a GPU."""
 _UNPACKED = frozenset({"compressed-tensors", "fp8"})
@@ -79,7 +82,8 @@ class Quantization:
         torchao: the config for `torchao.quantization.quantize_`, where torchao quantises while loading.
         bits: that a weight of the decoder's linears takes; None where that is not known, or they are unpacked.
         is_unpacked: whether they are made plain while loading.
-        can_be_recorded: whether its layers can be compiled and recorded in CUDA graphs.
+        can_be_recorded: whether its layers can be recorded in CUDA graphs.
+        can_be_compiled: whether they can be compiled too.
     """
 
     method: str
@@ -89,6 +93,7 @@ class Quantization:
     bits: float | None = None
     is_unpacked: bool = False
     can_be_recorded: bool = True
+    can_be_compiled: bool = True
 
     def quantize_(self, model: nn.Module, architecture: Architecture) -> None:
         """Quantise a model that is there already, in place (random weights)."""
@@ -205,7 +210,13 @@ def _as_declared(method: str, declared: dict[str, Any], device: torch.device) ->
         bits=_declared_bits(method, declared),
         is_unpacked=bool(declared.get("dequantize")),
         can_be_recorded=can_be_recorded or bool(declared.get("dequantize")),
+        can_be_compiled=_can_be_compiled(method, declared),
     )
+
+
+def _can_be_compiled(method: str, declared: Mapping[str, Any]) -> bool:
+    names = f"{method} {declared.get('quant_type')}"
+    return bool(declared.get("dequantize")) or _NOT_COMPILED.search(names) is None
 
 
 def _has_hub_kernels() -> bool:
@@ -256,7 +267,9 @@ def _on_the_fly(
     loading = {"quantization_config": config}
     if device.type != "cpu":
         loading["device_map"] = {"": device}
-    return Quantization(asked, loading=loading, torchao=torchao, bits=ON_THE_FLY[asked])
+    return Quantization(
+        asked, loading=loading, torchao=torchao, bits=ON_THE_FLY[asked], can_be_compiled=_can_be_compiled(asked, {})
+    )
 
 
 def _check_machine(asked: str, device: torch.device, dtype: torch.dtype) -> None:

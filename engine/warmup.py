@@ -37,9 +37,11 @@ def warm_up(
     # Token counts which between them need every variant of the kernels.
     step_sizes = lora_metadata["decoder"].step_sizes if lora_metadata else [config.max_num_batched_tokens]
     families = (False, True) if lora_metadata else (False,)
-    stages: list[tuple[str, Callable[[], None]]] = [
-        ("layers", lambda: compile_decoder(base.decoder, runner.warm_up, max_tokens=max(step_sizes)))
-    ]
+    stages: list[tuple[str, Callable[[], None]]] = []
+    if base.quantization is None or base.quantization.can_be_compiled:
+        stages.append(("layers", lambda: compile_decoder(base.decoder, runner.warm_up, max_tokens=max(step_sizes))))
+    else:
+        logger.warning("event=not_compiled reason='layers of %s cannot be'", base.quantization.method)
     stages += [
         (f"kernels tokens={size} lora={with_lora}", _prompt(runner, size, with_lora))
         for size in step_sizes
