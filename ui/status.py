@@ -94,10 +94,15 @@ class StatusTab:
         return {key: path for key, path in self._page.links.items() if sees_all or key != "metrics"}
 
     def write_snippets(self, lora: str, request: gr.Request) -> str:
-        """How a program asks for this choice."""
+        """How a program asks for this choice; an adapter that audio picks by itself is asked with a recording."""
         service = self._page.service
-        needs_key = service.settings.has_credentials
-        return snippets_html(self._page.words(request), service.engine.model_names[0], lora, needs_key=needs_key)
+        return snippets_html(
+            self._page.words(request),
+            service.engine.model_names[0],
+            lora,
+            needs_key=service.settings.has_credentials,
+            is_speech=service.engine.default_mm_loras.get("audio") == lora,
+        )
 
 
 def figures_html(text: Texts, stats: EngineStats, samples: Samples, num_requests: int | None = None) -> str:

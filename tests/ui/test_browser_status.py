@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from engine.config import EMBEDDED_ASSETS
 from engine.request import Message, SamplingParams
 from tests.ui.live import ChatPage, Live, overflow
 
@@ -57,3 +58,11 @@ def test_plots_live_set_up_and_programs_for_the_current_choice(
     said: dict[str, str] = {}
     exec(program.replace("print(", "said.update(text="), {"said": said})
     assert said["text"]
+
+    page.get_by_label("From a program").click()
+    page.get_by_role("option", name="speech").click()
+    expect(code.first).to_contain_text(f"curl {live.url}v1/audio/transcriptions")
+    clip = next((EMBEDDED_ASSETS / "audio").glob("*.wav"))
+    program = code.nth(1).inner_text().replace('"recording.wav"', repr(str(clip)))
+    exec(program.replace("print(", "said.update(heard="), {"said": said})
+    assert said["heard"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -135,3 +136,17 @@ def test_programs_are_valid_whatever_the_name() -> None:
     compile(python_snippet("base", name, needs_key=True), "snippet", "exec")
     assert json.loads(curl_snippet("base", "none", needs_key=False).split("-d '")[1][:-1])["lora"] == "none"
     assert ADDRESS in python_snippet("base", "none", needs_key=False)
+
+
+@pytest.mark.parametrize("needs_key", [True, False])
+def test_speech_adapters_are_asked_with_a_recording(needs_key: bool) -> None:
+    name = 'it\'s "quoted"'
+    words = shlex.split(curl_snippet("base", name, needs_key=needs_key, is_speech=True))
+    assert (
+        words[1] == f"{ADDRESS}v1/audio/transcriptions" and f"model={name}" in words and "file=@recording.wav" in words
+    )
+    assert ("Authorization: Bearer $API_KEY" in words) == needs_key
+    for lora in (name, "none"):
+        program = python_snippet("base", lora, needs_key=needs_key, is_speech=True)
+        compile(program, "snippet", "exec")
+        assert "audio.transcriptions.create" in program and ('"lora": "none"' in program) == (lora == "none")
