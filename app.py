@@ -62,6 +62,7 @@ def _run(command: CommandLine) -> int:
         log.warning("event=flag_ignored reason=%r", warning)
     _warn_if_open(settings)
     with _bind(settings.host, settings.port) as listener:
+        log.info("event=starting model=%s url=%s", command.engine.model, _url(settings, listener))
         # Imported late: wrong flags are told before PyTorch is loaded.
         from api.app import answer_unknown_paths, create_app
         from engine import Engine

@@ -96,7 +96,10 @@ def test_a_run_from_start_to_ctrl_c(speech_dir: Path, speech_adapters: dict[str,
     process = subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
+        told = next_line(process.stderr, "starting", lines)
+        assert f"model={speech_dir} " in told and len(lines) <= 2, "whoever waits is told at once what for"
         url = next_line(process.stderr, "ready", lines).strip().rpartition("url=")[2]
+        assert told.strip().endswith(f"url={url}")
         log = "".join(lines)
         assert re.search(r"event=flag_ignored .*long-lora-scaling-factors has no effect", log)
         assert re.search(
