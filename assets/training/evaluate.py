@@ -132,7 +132,7 @@ def manifest_clips() -> list[Clip]:
     for entry in json.loads((samples.AUDIO_DIR / "manifest.json").read_text()):
         voices = "held-out voices" if entry["held_out_voice"] else "seen voices"
         group = f"{entry['kind']}, {voices}"
-        clips.append(Clip(group, entry["text"], samples.readheld_out.spoken(samples.AUDIO_DIR / entry["file"])))
+        clips.append(Clip(group, entry["text"], samples.read_wave(samples.AUDIO_DIR / entry["file"])))
     return clips
 
 

@@ -77,14 +77,14 @@ class _Espeak:
 
     def __init__(self) -> None:
         library_path, data_path = _espeak_paths()
-        self._espeak = ctypes.CDLL(library_path)
+        self.library = ctypes.CDLL(library_path)
         self._samples: list[np.ndarray] = []
         callback_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-        self._rate = self._espeak.espeak_Initialize(1, 0, data_path, 0)
+        self._rate = self.library.espeak_Initialize(1, 0, data_path, 0)
         if self._rate <= 0:
             raise RuntimeError(f"espeak-ng did not start with its data in {data_path!r}")
         self._callback = callback_type(self._receive)
-        self._espeak.espeak_SetSynthCallback(self._callback)
+        self.library.espeak_SetSynthCallback(self._callback)
 
     def _receive(self, samples: ctypes._Pointer[ctypes.c_short], count: int, events: int) -> int:
         if samples and count > 0:
@@ -93,14 +93,14 @@ class _Espeak:
 
     def speak(self, text: str, voice: Voice) -> tuple[np.ndarray, int]:
         name = voice.name.partition(":")[2]
-        if self._espeak.espeak_SetVoiceByName(name.encode()) != 0:
+        if self.library.espeak_SetVoiceByName(name.encode()) != 0:
             raise ValueError(f"espeak-ng has no voice {name!r}")
-        self._espeak.espeak_SetParameter(1, int(165 * voice.speed), 0)
-        self._espeak.espeak_SetParameter(3, voice.pitch, 0)
+        self.library.espeak_SetParameter(1, int(165 * voice.speed), 0)
+        self.library.espeak_SetParameter(3, voice.pitch, 0)
         self._samples.clear()
         encoded = text.encode()
-        self._espeak.espeak_Synth(encoded, len(encoded) + 1, 0, 1, 0, 1, None, None)
-        self._espeak.espeak_Synchronize()
+        self.library.espeak_Synth(encoded, len(encoded) + 1, 0, 1, 0, 1, None, None)
+        self.library.espeak_Synchronize()
         return np.concatenate([np.zeros(1, np.int16), *self._samples]), self._rate
 
 
