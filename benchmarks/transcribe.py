@@ -1,6 +1,6 @@
 """Word error rate and speed of the embedded model, with the speech LoRA and without.
 
-    python -m benchmarks.transcribe [--clips 60 [--voices held-out]] [--long-seconds 300]
+    python -m benchmarks.transcribe [--clips 60 [--voices held-out] [--split blind]] [--long-seconds 300]
 
 On the clips of assets/audio, and with `--clips N` on N newly spoken ones of each held-out set: sentences, voices, noise and
 rooms, strings of words that are no sentence (`assets.training.held_out`). Those need espeak-ng and flite (Debian's packages of
@@ -27,6 +27,7 @@ from api.settings import ServerSettings
 from api.transcript import TranscriptDelta, TranscriptStart
 from assets.training import held_out, speech
 from assets.training.evaluate import word_errors
+from assets.training.text import Split
 from benchmarks.report import finish, refuse
 from engine import Engine, EngineConfig, SamplingParams
 from engine.config import EMBEDDED_ASSETS
@@ -49,11 +50,11 @@ def transcribe(engine: Engine, waves: list[Any], lora: str | None) -> tuple[list
     return texts, time.perf_counter() - started, {answer.receipt.reason for answer in answers}
 
 
-def synthesised(count: int, voices: str) -> dict[str, list[held_out.Spoken]]:
-    """`count` clips of each held-out set whose voices are wanted: `all`, `seen` or `held-out`."""
+def synthesised(count: int, voices: str, split: Split) -> dict[str, list[held_out.Spoken]]:
+    """`count` clips of each held-out set whose voices are wanted: `all`, `seen` or `held-out`; texts of one split."""
     chosen = [name for name, kind in held_out.SETS.items() if voices in ("all", kind.voices)]
     try:
-        return {name: held_out.clips(name, count) for name in chosen}
+        return {name: held_out.clips(name, count, split) for name in chosen}
     except OSError as error:
         refuse(f"--clips needs espeak-ng and flite: {error}")
 
@@ -132,11 +133,14 @@ def main() -> None:
     parser.add_argument("--long-seconds", type=float, default=300.0, help="least length of the long recording")
     parser.add_argument("--clips", type=int, default=0, help="newly spoken clips of each held-out set")
     parser.add_argument("--voices", choices=("all", "seen", "held-out"), default="all", help="whose sets --clips makes")
+    parser.add_argument(
+        "--split", choices=("test", "blind"), default="test", help="which held-out texts --clips speaks"
+    )
     arguments = parser.parse_args()
     clips = json.loads((AUDIO / "manifest.json").read_text(encoding="utf-8"))
     files = [AUDIO / clip["file"] for clip in clips]
     seconds = sum(soundfile.info(file).duration for file in files)
-    sets = synthesised(arguments.clips, arguments.voices) if arguments.clips else {}
+    sets = synthesised(arguments.clips, arguments.voices, arguments.split) if arguments.clips else {}
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(EngineConfig(adapter_dir=folder))
         transcribe(engine, files[:2], None)
@@ -156,6 +160,7 @@ def main() -> None:
             "model": "tiny-speech",
             "clips": len(clips),
             "audio_seconds": round(seconds, 1),
+            "split": arguments.split,
             "synthesised_clips": {name: len(made) for name, made in sets.items()},
         },
         {
