@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from . import samples
 from .model import ADAPTERS, attach_lora, build_model, save_model, target_regex
+from .silence import let_zero_be_silence, silent_state
 from .tokenizer import train_tokenizer
 
 ASSETS = Path(__file__).resolve().parents[1]
@@ -63,6 +65,9 @@ def export(checkpoint: Path | None, tokenizer: PreTrainedTokenizerFast) -> None:
         missing, unexpected = model.load_state_dict({**parts[0], **parts[1]}, strict=False)
         assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)
         model.tie_weights()
+        model.eval()
+        clips = [samples.read_wave(path) for path in sorted(samples.AUDIO_DIR.glob("*.wav"))[:16]]
+        let_zero_be_silence(model, silent_state(model, clips))
     save_model(model, tokenizer, MODEL_DIR)
 
 

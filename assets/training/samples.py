@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from . import speech, text
-from .export import ASSETS
 
-AUDIO_DIR = ASSETS / "audio"
+AUDIO_DIR = Path(__file__).resolve().parents[1] / "audio"
 SEED = 20_251
 # file stem -> how its sentence begins
 EXAMPLES = {
