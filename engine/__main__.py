@@ -26,7 +26,7 @@ _SETTINGS = {
     "model", "max_loras", "max_lora_rank", "max_num_seqs", "max_model_len", "gpu_memory_utilization", "block_size",
     "enable_lora", "lora_target_modules", "quantization", "tensor_parallel_size", "fully_sharded_loras",
 }  # fmt: skip
-_BATCHES = (1, 8, 32, 64, 128, 256)
+_BATCHES = [1, 8, 32, 64, 128, 256]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -57,14 +57,25 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--ranks", type=_numbers, default=[8, 16, 32, 64], help="of adapters, such as 8,16,32,64")
     plan.add_argument("--prompt-len", type=int, default=1024, help="tokens of a usual prompt (default 1024)")
     plan.add_argument("--answer-len", type=int, default=256, help="tokens of a usual answer (default 256)")
+    plan.add_argument("--batch", type=_numbers, default=_BATCHES, help="requests at a time (default 1,8,32,64,128,256)")
+    plan.add_argument(
+        "--adapters", type=_counts, help="different ones in a batch, such as 0,1,8 (default none, one, as many as fit)"
+    )
     plan.add_argument("--cpu-memory-gb", type=float, default=64, help="memory for adapters beside the GPU (default 64)")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def _numbers(text: str) -> list[int]:
+    numbers = _counts(text)
+    if 0 in numbers:
+        raise ValueError(text)
+    return numbers
+
+
+def _counts(text: str) -> list[int]:
     numbers = [int(word) for word in text.split(",")]
-    if not all(number > 0 for number in numbers):
+    if any(number < 0 for number in numbers):
         raise ValueError(text)
     return numbers
 
@@ -81,9 +92,9 @@ def _plan(base: BaseModel, config: EngineConfig, asked: argparse.Namespace) -> i
     rank = min(config.max_lora_rank, 16)
     works = [
         Workload(batch, asked.prompt_len, asked.answer_len, num_adapters, rank)
-        for batch in _BATCHES
+        for batch in asked.batch
         if split is None and batch <= min(fitting, config.max_num_seqs)  # Several GPUs were not measured.
-        for num_adapters in _adapter_counts(batch, config)
+        for num_adapters in _adapter_counts(batch, config, asked.adapters)
     ]
     speeds = [(work, estimate_speed(base, gpu, work)) for work in works]
     if asked.json:
@@ -99,8 +110,10 @@ def _plan(base: BaseModel, config: EngineConfig, asked: argparse.Namespace) -> i
     return 0 if fitting else 1
 
 
-def _adapter_counts(batch: int, config: EngineConfig) -> list[int]:
+def _adapter_counts(batch: int, config: EngineConfig, asked: list[int] | None) -> list[int]:
     most = min(batch, config.max_loras) if config.enable_lora else 0
+    if asked is not None:
+        return [count for count in asked if count <= most]
     return sorted({0, min(1, most), most})
 
 
@@ -136,14 +149,18 @@ def _number_of_gpus(config: EngineConfig) -> str:
 
 def _speed_lines(is_measured: bool, speeds: Sequence[tuple[Workload, SpeedEstimate]]) -> list[str]:
     source = "fitted to measurements" if is_measured else f"scaled from the {MEASURED_GPU} in bfloat16, not measured"
+    if not speeds:
+        return ["expected: nothing"]
     lines = [
-        f"expected ({source}; rank {speeds[0][0].rank})" if speeds else "expected: nothing",
-        f"{'batch':>6}  {'adapters':>8}  {'first token':>11}  {'step':>8}  {'tokens/s':>9}  {'requests/s':>10}",
+        f"expected ({source}; rank {speeds[0][0].rank})",
+        f"{'':>16}  {'first token, ms':^16}  {'step':>6}  {'tokens/s, requests':^20}  {'requests':>8}",
+        f"{'batch':>6}  {'adapters':>8}  {'of one':>7}  {'of all':>7}  {'ms':>6}  {'together':>9}  {'one by one':>10}  {'/s':>8}",
     ]
     for work, speed in speeds:
         lines.append(
-            f"{work.batch:>6}  {work.num_adapters:>8}  {speed.first_token_s * 1e3:>8.0f} ms  {speed.step_s * 1e3:>5.1f} ms  "
-            f"{speed.tokens_per_s:>9.0f}  {speed.requests_per_s:>10.1f}"
+            f"{work.batch:>6}  {work.num_adapters:>8}  {speed.first_token_s * 1e3:>7.0f}  {speed.all_first_tokens_s * 1e3:>7.0f}"
+            f"  {speed.step_s * 1e3:>6.2f}  {speed.tokens_per_s_together:>9.0f}  {speed.tokens_per_s:>10.0f}"
+            f"  {speed.requests_per_s:>8.1f}"
         )
     return lines
 

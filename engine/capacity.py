@@ -2,12 +2,13 @@
 
 Memory is arithmetic on the same shapes that the engine allocates. Speed is a sum of what must be read and computed over what
 the GPU can, with shares and fixed costs that were fitted to the measurements in docs/performance.md (one H200, bfloat16, an
-8-billion-parameter model); for another GPU they are scaled by its bandwidth and its tensor cores, and that is a guess. Called by
-`engine/__main__`.
+8-billion-parameter model, rank 16); for another GPU they are scaled by its bandwidth and its tensor cores, and that is a guess.
+Called by `engine/__main__`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from adapters.estimate import pair_bytes, slot_bytes
 from engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from adapters.surface import ModelSurface
+    from adapters.surface import LinearSite, ModelSurface
     from engine.model import BaseModel
     from engine.parallel.split import Split
 
@@ -52,21 +53,27 @@ MEASURED_GPU = "h200"
 CUDA_CONTEXT_BYTES = 0.6 * GIB
 """What CUDA, Triton's programs and libraries hold before the first tensor."""
 
-# Fitted to the table of docs/performance.md.
+# Fitted to the tables of docs/performance.md.
 READ_SHARE = 0.8
 """Of the bandwidth, for base weights and the KV cache."""
-ADAPTER_READ_SHARE = 0.35
+ADAPTER_READ_SHARE = 0.5
 """Of the bandwidth, for the small matrices of many adapters."""
-LAYER_SECONDS = 21e-6
+COMPUTE_SHARE = 0.615
+"""Of the tensor cores, for prompts, and for steps whose products take longer than reading the weights."""
+LAYER_SECONDS = 34e-6
 """Gaps between a layer's kernels, in a recorded step."""
-ROW_SECONDS = 15e-6
-"""A request's share of a step beside what is read: attention, activations, sampling."""
-LORA_LAYER_SECONDS = 15e-6
+ROW_SECONDS = 4.5e-6
+"""A request's share of a step beside what is read and multiplied: attention, activations, sampling."""
+LORA_LAYER_SECONDS = 19e-6
 """A layer's LoRA launches, in a recorded step, with any number of adapters."""
-PROMPT_SHARE = 0.62
-"""Of the tensor cores, for prompts of the base model."""
-LORA_PROMPT_SHARE = 0.1
-"""What LoRA adds to a prompt's time."""
+LORA_ROW_SECONDS = 2.4e-6
+"""What LoRA adds to a request's share of a step."""
+LORA_PROMPT_SHARE = 0.13
+"""What LoRA adds to the computing of a prompt."""
+PROMPT_LAYER_SECONDS = 0.87e-3
+"""The host's launches of a layer in a step that holds a prompt, which is not recorded: no such step is shorter."""
+LORA_PROMPT_LAYER_SECONDS = 0.55e-3
+"""What LoRA adds to those."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +107,23 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class SpeedEstimate:
-    """Seconds and rates that a workload should see."""
+    """Seconds and rates that a workload should see.
+
+    Attributes:
+        first_token_s: of one prompt that does not wait.
+        all_first_tokens_s: until all requests of the batch have theirs, where they come together.
+        step_s: between two tokens of a request while no prompt is computed.
+        tokens_per_s: of all requests, where each that ends is followed by another and they come at any time, so that a
+            step with a prompt holds all others up.
+        tokens_per_s_together: the same where the whole batch comes together and ends together.
+        requests_per_s: by `tokens_per_s`.
+    """
 
     first_token_s: float
+    all_first_tokens_s: float
     step_s: float
     tokens_per_s: float
+    tokens_per_s_together: float
     requests_per_s: float
 
 
@@ -158,29 +177,55 @@ def _share_of(base: BaseModel, config: EngineConfig, surface: ModelSurface, spli
 
 def estimate_speed(base: BaseModel, gpu: Gpu, work: Workload) -> SpeedEstimate:
     """What `work` should see on `gpu` once `work.batch` requests run all the time."""
-    sites = base.surface(max_lora_rank=work.rank, lora_dtype=base.dtype).linears.values()
-    decoder = [site for site in sites if site.part == "decoder"]
-    head = [site for site in sites if site.part == "head"]
-    num_layers = base.kv_shape.num_layers
-    linear_numbers = sum(site.in_features * site.out_features for site in decoder)
-    head_numbers = sum(site.in_features * site.out_features for site in head)
+    step, prompt, shortest = _step_seconds(base, gpu, work), *_prompt_seconds(base, gpu, work)
+    # Requests that start in the same step share it, so that fewer steps hold a prompt than there are requests.
+    steps_with_prompt = work.answer_len * -math.expm1(-work.batch / work.answer_len)
+    apart = work.answer_len * step + max(steps_with_prompt * (shortest - step), work.batch * prompt)
+    all_first = max(shortest, work.batch * prompt)
+    together = (work.answer_len - 1) * step + all_first
+    return SpeedEstimate(
+        first_token_s=max(shortest, prompt),
+        all_first_tokens_s=all_first,
+        step_s=step,
+        tokens_per_s=work.batch * work.answer_len / apart,
+        tokens_per_s_together=work.batch * work.answer_len / together,
+        requests_per_s=work.batch / apart,
+    )
 
-    context = work.prompt_len + work.answer_len / 2
+
+def _linears(base: BaseModel, rank: int) -> tuple[list[LinearSite], int, int]:
+    """The decoder's linears, and the numbers in their weights and in the head's."""
+    sites = base.surface(max_lora_rank=rank, lora_dtype=base.dtype).linears.values()
+    decoder = [site for site in sites if site.part == "decoder"]
+    head = sum(site.in_features * site.out_features for site in sites if site.part == "head")
+    return decoder, sum(site.in_features * site.out_features for site in decoder), head
+
+
+def _step_seconds(base: BaseModel, gpu: Gpu, work: Workload) -> float:
+    """A recorded step of the whole batch, one token each."""
+    decoder, numbers, head_numbers = _linears(base, work.rank)
+    num_layers, bandwidth = base.kv_shape.num_layers, gpu.bandwidth * READ_SHARE
     bits = None if base.quantization is None else base.quantization.bits
     weight_bytes = base.dtype.itemsize if bits is None else bits / 8
-    read: float = linear_numbers * weight_bytes + head_numbers * base.dtype.itemsize
-    read += work.batch * context * base.kv_shape.bytes_per_token
-    step = read / (gpu.bandwidth * READ_SHARE) + num_layers * LAYER_SECONDS + work.batch * ROW_SECONDS
+    read = (numbers * weight_bytes + head_numbers * base.dtype.itemsize) / bandwidth
+    computed = 2 * work.batch * (numbers + head_numbers) / (gpu.flops * COMPUTE_SHARE)
+    context = work.prompt_len + work.answer_len / 2
+    kv_read = work.batch * context * base.kv_shape.bytes_per_token / bandwidth
+    step = max(read, computed) + kv_read + num_layers * LAYER_SECONDS + work.batch * ROW_SECONDS
     if work.num_adapters:
         adapters_read = work.num_adapters * pair_bytes(decoder, work.rank, base.dtype)
-        step += num_layers * LORA_LAYER_SECONDS + adapters_read / (gpu.bandwidth * ADAPTER_READ_SHARE)
+        step += num_layers * LORA_LAYER_SECONDS + work.batch * LORA_ROW_SECONDS
+        step += adapters_read / (gpu.bandwidth * ADAPTER_READ_SHARE)
+    return step
 
+
+def _prompt_seconds(base: BaseModel, gpu: Gpu, work: Workload) -> tuple[float, float]:
+    """What a prompt takes to compute, and the shortest step that can hold one."""
+    _, numbers, _ = _linears(base, work.rank)
+    num_layers = base.kv_shape.num_layers
     # A token costs two operations a weight, and four a number of the query for each earlier token, of which half are there.
     attention = 2 * num_layers * base.text_config.hidden_size * work.prompt_len
-    prompt = work.prompt_len * (2 * linear_numbers + attention) / (gpu.flops * PROMPT_SHARE)
-    prompt *= 1 + (LORA_PROMPT_SHARE if work.num_adapters else 0)
-
-    request = work.answer_len * step / work.batch + prompt
-    return SpeedEstimate(
-        first_token_s=max(prompt, step), step_s=step, tokens_per_s=work.answer_len / request, requests_per_s=1 / request
-    )
+    computed = work.prompt_len * (2 * numbers + attention) / (gpu.flops * COMPUTE_SHARE)
+    if not work.num_adapters:
+        return computed, num_layers * PROMPT_LAYER_SECONDS
+    return computed * (1 + LORA_PROMPT_SHARE), num_layers * (PROMPT_LAYER_SECONDS + LORA_PROMPT_LAYER_SECONDS)

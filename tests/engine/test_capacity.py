@@ -52,20 +52,32 @@ def test_memory_is_what_an_engine_allocates(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_speeds_are_within_a_tenth_of_the_measured_table(base: BaseModel) -> None:
+def test_speeds_are_within_a_tenth_of_the_measured_tables(base: BaseModel) -> None:
     text = PERFORMANCE.read_text(encoding="utf-8")
-    steps = re.findall(r"^\| (\d+) \| (\d+) \| ([\d.]+) \| [\d.]+ \|$", text, re.MULTILINE)
-    assert len(steps) >= 8
-    for batch, num_adapters, measured_ms in steps:
-        work = Workload(int(batch), prompt_len=128, answer_len=256, num_adapters=int(num_adapters), rank=16)
-        step_ms = estimate_speed(base, GPUS["h200"], work).step_s * 1e3
-        assert step_ms == pytest.approx(float(measured_ms), rel=0.1)
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert len(rows) >= 17
+    for batch, num_adapters, step_ms, prompts_ms in rows:
+        answer_len = 256 if int(batch) <= 32 else 128
+        work = Workload(int(batch), prompt_len=128, answer_len=answer_len, num_adapters=int(num_adapters), rank=16)
+        found = estimate_speed(base, GPUS["h200"], work)
+        assert found.step_s * 1e3 == pytest.approx(float(step_ms), rel=0.1), work
+        assert found.all_first_tokens_s * 1e3 == pytest.approx(float(prompts_ms), rel=0.1), work
     prompts = re.findall(r"^\| (no|8) adapters? \| ([\d.]+) \|", text, re.MULTILINE)
     assert len(prompts) == 2
     for adapters, measured_s in prompts:
         work = Workload(8, prompt_len=2048, answer_len=16, num_adapters=8 if adapters == "8" else 0)
-        first = estimate_speed(base, GPUS["h200"], work).first_token_s
-        assert 8 * first == pytest.approx(float(measured_s), rel=0.1)
+        found = estimate_speed(base, GPUS["h200"], work)
+        assert found.all_first_tokens_s == pytest.approx(float(measured_s), rel=0.1)
+
+
+def test_short_prompts_one_by_one_cost_more_than_together(base: BaseModel) -> None:
+    for prompt_len, least, most in ((64, 0.2, 0.5), (4096, 0.95, 1.0)):
+        found = estimate_speed(base, GPUS["h200"], Workload(64, prompt_len, answer_len=64, num_adapters=32))
+        assert least < found.tokens_per_s / found.tokens_per_s_together <= most
+        assert found.requests_per_s == pytest.approx(found.tokens_per_s / 64)
+    alone = estimate_speed(base, GPUS["h200"], Workload(1, 64, answer_len=64))
+    assert alone.first_token_s == alone.all_first_tokens_s
+    assert alone.tokens_per_s == pytest.approx(alone.tokens_per_s_together, rel=0.01), "nobody is there to hold up"
 
 
 def test_what_does_not_fit_is_said(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +111,15 @@ def test_the_plan_as_json(llama: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert {row["num_adapters"] for row in found["speeds"]} == {0, 1, 8}
     slower = [row["step_s"] for row in found["speeds"] if row["batch"] == 8]
     assert slower == sorted(slower)
+
+
+def test_the_plan_of_named_batches_and_adapters(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", str(llama), "--max-loras", "8", "--max-lora-rank", "16", "--prompt-len", "128"]
+    assert main([*words, "--batch", "2,16", "--adapters", "0,4,9", "--json"]) == 0
+    speeds = json.loads(capsys.readouterr().out)["speeds"]
+    assert [(row["batch"], row["num_adapters"]) for row in speeds] == [(2, 0), (16, 0), (16, 4)]
+    with pytest.raises(SystemExit):
+        main([*words, "--batch", "0"])
 
 
 def test_a_wrong_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
