@@ -1,7 +1,7 @@
 """Which replica should answer: policies compared on a simulated fleet of hundreds of replicas and thousands of adapters.
 
     python -m benchmarks.placement
-    python -m benchmarks.placement --disk-ms 110 --row-ms 4
+    python -m benchmarks.placement --disk-ms 65 --row-ms 12
 
 What an adapter costs to read from disk and to copy into a row is measured first, with this program's own loader on a small
 random model, unless flags give it. All policies serve the same requests: Poisson arrivals, adapters by Zipf's law, and in
