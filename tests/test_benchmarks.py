@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import uvicorn
 
-from benchmarks import decode, scale, serve, step_profile, stream_cost, workload
+from api.app import create_app
+from api.settings import ServerSettings
+from benchmarks import decode, load_client, scale, serve, step_profile, stream_cost, workload
 from engine import Engine, EngineConfig
 from engine.request import TokenLogprob
 
@@ -132,39 +137,77 @@ def test_scale_reports_each_number_of_adapters_and_each_tier(
     assert all(figures["cold"][tier]["samples"] for tier in ("gpu", "cpu", "disk"))
 
 
-def test_serve_counts_tokens_and_times_from_when_a_request_was_due(engine: Engine) -> None:
-    options = serve.parse("--shape tiny --adapters 0 --streams 2 --rate 20 --seconds 0.4 --input-len 8".split())
-    load = serve.Load(serve.ask_engine(engine, 3), options)
-    figures = asyncio.run(load.closed())
-    assert figures["requests"] >= 2 and figures["tokens_per_s"] > 0
+def job_of(words: str, **changes: Any) -> load_client.Job:
+    options = serve.parse(f"--shape tiny --adapters 0 --streams 2 --seconds 0.4 --input-len 8 {words}".split())
+    return dataclasses.replace(serve.make_job(options), **changes)
 
-    async def slow(prompt: list[int], name: str | None, times: serve.Times) -> None:
+
+def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
+    async def slow(request: load_client.Request, times: load_client.Times) -> None:
         await asyncio.sleep(0.05)
         times.tokens_at += [time.perf_counter(), time.perf_counter() + 0.01]
 
-    figures = asyncio.run(serve.Load(slow, options).open())
+    found = asyncio.run(load_client.Load(slow, job_of("--rate 20")).open())
+    figures = serve.summarize(found, 0.0, 1e9)
     assert figures["first_token_ms_p50"] >= 50
     assert figures["per_token_ms_p50"] == pytest.approx(10, abs=1)
 
 
+def test_each_answer_draws_its_own_length(engine: Engine) -> None:
+    asked: list[int] = []
+    ask = serve.ask_engine(engine)
+
+    async def note(request: load_client.Request, times: load_client.Times) -> None:
+        asked.append(request.output_len)
+        await ask(request, times)
+        assert len(times.tokens_at) == request.output_len
+
+    asyncio.run(load_client.Load(note, job_of("--output-len 10")).closed())
+    assert len(set(asked)) > 1 and all(5 <= number <= 15 for number in asked)
+    assert serve.load_engine(engine, job_of("--output-len 10"))["tokens_per_s"] > 0
+
+
+@pytest.fixture
+def url(engine: Engine) -> Iterator[str]:
+    """The engine behind HTTP."""
+    app = create_app(engine, ServerSettings().resolve())
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def test_clients_time_every_token_that_comes_over_http(engine: Engine, url: str) -> None:
+    job = job_of("--streams 3 --output-len 8 --rate 30", names=["first", "second", None])
+    closed = serve.load_server(url, job, 2, is_closed=True)
+    assert closed["requests"] >= 3 and closed["tokens_per_s"] > 0
+    assert 0 < closed["per_token_ms_p50"] <= closed["per_token_ms_p99"]
+    opened = serve.load_server(url, job, 2, is_closed=False)
+    assert opened["requests"] > 0 and opened["first_token_ms_p50"] > 0
+
+
 def test_serve_refuses_figures_of_answers_by_another_adapter(
-    engine: Engine, capsys: pytest.CaptureFixture[str]
+    engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def run() -> None:
-        real = engine.start
+    real = engine.start
 
-        async def other(prompt: Any, sampling: Any, *, lora: str | None) -> Any:
-            return await real(prompt, sampling, lora="second" if lora == "first" else lora)
+    async def other(prompt: Any, sampling: Any, *, model: Any = None, lora: str | None = None, **options: Any) -> Any:
+        model, lora = (None, "second") if "first" in (model, lora) else (model, lora)
+        return await real(prompt, sampling, model=model, lora=lora, **options)
 
-        engine.start = other  # type: ignore[method-assign, assignment]
-        try:
-            await serve.ask_engine(engine, 3)([2, 3], "first", serve.Times(0.0))
-        finally:
-            engine.start = real  # type: ignore[method-assign]
-
+    monkeypatch.setattr(engine, "start", other)
+    job = job_of("--output-len 4", names=["first"])
     with pytest.raises(SystemExit):
-        asyncio.run(run())
+        serve.load_engine(engine, job)
     assert "first" in json.loads(capsys.readouterr().out)["error"]
+    with pytest.raises(SystemExit):
+        serve.load_server(url, job, 1, is_closed=True)
+    assert "wrong answer" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_a_tokens_way_is_measured_with_http_and_without(
