@@ -145,7 +145,8 @@ def job_of(words: str, **changes: Any) -> load_client.Job:
 def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
     async def slow(request: load_client.Request, times: load_client.Times) -> None:
         await asyncio.sleep(0.05)
-        times.tokens_at += [time.perf_counter(), time.perf_counter() + 0.01]
+        now = time.perf_counter()
+        times.tokens_at += [now, now + 0.01]
 
     found = asyncio.run(load_client.Load(slow, job_of("--rate 20")).open())
     figures = serve.summarize(found, 0.0, 1e9)

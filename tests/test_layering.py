@@ -170,7 +170,7 @@ for name in json.loads(sys.argv[2]):
 def missing_on_a_bare_machine(*modules: str) -> dict[str, str]:
     """What does not import in a fresh process that has torch, transformers, safetensors, numpy and what these need."""
     words = [sys.executable, "-c", BARE, json.dumps(CORE_DISTRIBUTIONS), json.dumps(modules)]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     return dict(line.split(": ", 1) for line in result.stdout.splitlines())
 
@@ -201,6 +201,6 @@ import kernels
 print(kernels.__file__)
 """
     words = [sys.executable, "-c", script]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()) == ROOT / "kernels" / "__init__.py"

@@ -35,13 +35,13 @@ ODD_VALUES: list[Any] = [
 
 def outcome(folder: Path, surface: ModelSurface) -> str:
     """`served`, or the refusal's sentence; anything else is the test's failure."""
-    started = time.perf_counter()
+    started = time.process_time()
     fault: AdapterError | None = None
     try:
         read_generation(folder, surface)
     except AdapterError as error:
         fault = error
-    assert time.perf_counter() - started < 5.0
+    assert time.process_time() - started < 5.0
     if fault is None:
         return "served"
     assert fault.status in (400, 404) and str(folder) not in fault.message and len(fault.message) < 4000

@@ -40,10 +40,10 @@ def test_the_entry_that_decides_is_the_one_that_peft_picks(patterns: tuple[str, 
     ],
 )  # fmt: skip
 def test_patterns_that_could_hang_are_refused_at_once(pattern: str) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(UnsafePattern):
         compile_peft_pattern(pattern)
-    assert time.perf_counter() - started < 0.5
+    assert time.thread_time() - started < 0.5
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,6 @@ def test_patterns_that_trainers_write_are_allowed(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", [".*.*.*Z", ".*?.*?.*?Z", "a*a*a*(a|aa)(a|aa)(a|aa)(a|aa)(a|aa)Z"])
 def test_the_costliest_allowed_pattern_is_quick_on_a_long_name(pattern: str) -> None:
     compiled = compile_peft_pattern(pattern)
-    started = time.perf_counter()
+    started = time.thread_time()
     assert compiled.match("a" * 80) is None
-    assert time.perf_counter() - started < 2.0
+    assert time.thread_time() - started < 2.0

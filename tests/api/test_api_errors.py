@@ -96,7 +96,7 @@ def test_a_body_over_the_limit_is_refused_declared_or_not(tiny_engine: Engine, m
     import dataclasses
 
     monkeypatch.setattr(tiny_engine, "config", dataclasses.replace(tiny_engine.config, max_upload_mb=1))
-    with serve(tiny_engine, ServerSettings()) as url, httpx.Client(base_url=url) as http:
+    with serve(tiny_engine, ServerSettings()) as url, httpx.Client(base_url=url, timeout=60) as http:
         for content in (b" " * (2 << 20), iter([b" " * (1 << 20)] * 2)):
             answer = http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
             assert answer.status_code == 413
@@ -122,7 +122,7 @@ def test_a_full_queue_is_429(
 ) -> None:
     import dataclasses
 
-    with serve_with(max_queued_requests=3) as url, httpx.Client(base_url=url) as http:
+    with serve_with(max_queued_requests=3) as url, httpx.Client(base_url=url, timeout=60) as http:
         stats = dataclasses.replace(tiny_engine.stats(), num_waiting=3)
         monkeypatch.setattr(tiny_engine, "stats", lambda: stats)
         answer = http.post("/v1/chat/completions", json={**CHAT, "model": base_model})

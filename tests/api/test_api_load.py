@@ -19,6 +19,7 @@ from engine import Engine
 from engine.request import Message, SamplingParams
 from tests.api.conftest import Serve
 from tests.api.test_api_chat import eventually
+from tests.pace import held_after
 
 HI = [{"role": "user", "content": "hi"}]
 LONG: dict[str, Any] = {"messages": HI, "max_tokens": 450, "ignore_eos": True}
@@ -28,7 +29,11 @@ def test_an_answer_that_takes_too_long_ends_with_a_timeout_and_frees_its_place(
     serve_with: Serve, tiny_engine: Engine, base_model: str
 ) -> None:
     body = {**LONG, "model": base_model}
-    with serve_with(request_timeout=0.1) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with (
+        held_after(tiny_engine),
+        serve_with(request_timeout=0.1) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
         whole = http.post("/v1/chat/completions", json=body)
         assert (whole.status_code, whole.json()["error"]["code"]) == (504, "request_timeout")
         assert "--request-timeout" in whole.json()["error"]["message"]
@@ -36,8 +41,8 @@ def test_an_answer_that_takes_too_long_ends_with_a_timeout_and_frees_its_place(
         *_, last = [line for line in streamed.text.split("\n\n") if line]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_timeout"
         assert eventually(lambda: tiny_engine.stats().num_running == 0)
-        short = http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
-        assert short.status_code == 200
+    with serve_with() as url, httpx.Client(base_url=url, timeout=60) as http:
+        assert http.post("/v1/chat/completions", json={**body, "max_tokens": 1}).status_code == 200
 
 
 @pytest.mark.asyncio
@@ -87,7 +92,7 @@ async def test_a_reader_that_does_not_read_holds_nothing_of_the_engine(tiny_engi
 def test_health_lives_while_answers_drain_and_readiness_does_not(
     serve_with: Serve, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serve_with(max_queued_requests=3, api_key="key") as url, httpx.Client(base_url=url) as http:
+    with serve_with(max_queued_requests=3, api_key="key") as url, httpx.Client(base_url=url, timeout=60) as http:
 
         def states() -> tuple[int, int, str]:
             ready = http.get("/health/ready")

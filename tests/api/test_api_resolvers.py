@@ -180,7 +180,7 @@ def test_a_list_of_adapters_shows_downloads_under_way_and_pinned_commits(engine:
     ):
         progress.expect(400)
         progress.add(100)
-        listed = httpx.get(f"{url}/v1/adapters").json()
+        listed = httpx.get(f"{url}/v1/adapters", timeout=60).json()
     (adapter,) = listed["data"]
     assert (adapter["root"], adapter["revision"]) == ("owner/name@main", "c0ffee")
     (download,) = listed["downloads"]

@@ -179,7 +179,7 @@ def test_changes_of_adapters_are_recorded_with_who_and_how_they_ended(
     serve_with: Serve, adapter_folder: Path, tmp_path: Path
 ) -> None:
     audit = tmp_path / "audit.jsonl"
-    with serve_with(admin_key="r-key", audit_log=str(audit)) as url, httpx.Client(base_url=url) as http:
+    with serve_with(admin_key="r-key", audit_log=str(audit)) as url, httpx.Client(base_url=url, timeout=60) as http:
         http.headers = httpx.Headers(login("r-key"))
         load = {"lora_name": "mine", "lora_path": str(adapter_folder)}
         assert http.post("/v1/load_lora_adapter", json=load).status_code == 200
@@ -198,7 +198,7 @@ def test_changes_of_adapters_are_recorded_with_who_and_how_they_ended(
 def test_other_sites_pages_may_call_only_where_they_are_named(serve_with: Serve) -> None:
     asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
     for settings, allowed in (({}, None), ({"allowed_origins": ["https://app.example"]}, "https://app.example")):
-        with serve_with(api_key="k", **settings) as url, httpx.Client(base_url=url) as http:
+        with serve_with(api_key="k", **settings) as url, httpx.Client(base_url=url, timeout=60) as http:
             asked = http.options("/v1/chat/completions", headers=asks)
             assert asked.headers.get("access-control-allow-origin") == allowed
             assert (asked.status_code == 200) is (allowed is not None)

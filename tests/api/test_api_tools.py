@@ -153,7 +153,7 @@ def test_calls_and_results_go_back_into_the_prompt(caller: openai.OpenAI, url: s
     turns = [*HI, message.model_dump(exclude_none=True), result]
     answer = ask(caller, messages=turns, max_tokens=4)
     plain = [json.loads(json.dumps(turn)) for turn in turns]
-    told = httpx.post(f"{url}/tokenize", json={"messages": plain, "tools": TOOLS}).json()
+    told = httpx.post(f"{url}/tokenize", json={"messages": plain, "tools": TOOLS}, timeout=60).json()
     assert told["count"] == answer.usage.prompt_tokens
     text = engine.tokenizer.decode(told["tokens"])
     arguments = json.dumps(json.loads(message.tool_calls[0].function.arguments))
@@ -175,7 +175,7 @@ def test_calls_and_results_go_back_into_the_prompt(caller: openai.OpenAI, url: s
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_field(url: str, fields: dict[str, Any], param: str) -> None:
     body = {"model": "caller", "messages": HI, "max_tokens": 4, "tools": TOOLS, **fields}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 

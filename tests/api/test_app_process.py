@@ -109,7 +109,7 @@ def test_a_run_from_start_to_ctrl_c(speech_dir: Path, speech_adapters: dict[str,
             log,
         )
         assert re.search(r"event=memory model=tiny base_mb=\d+\.\d\d adapters_mb=.* lora_overhead_mb=\d+\.\d\d", log)
-        with httpx.Client(base_url=url) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             assert "gradio" in http.get("/").text
             assert [card["id"] for card in http.get("/v1/models").json()["data"]] == [
                 "tiny",

@@ -25,6 +25,7 @@ from engine.errors import AppError, ContextTooLong, EngineFault, InvalidRequest,
 from engine.recording import Joint
 from engine.request import AudioPart, ChatPrompt, Delta, Message, TextPart, TextPrompt, TokenPrompt
 from tests.oracles import make_adapter, make_model, random_ids, tone
+from tests.pace import held_after
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LLAMA = "LlamaForCausalLM"
@@ -202,14 +203,14 @@ def test_text_is_the_decoding_of_the_tokens(tiny_engine: Engine) -> None:
 
 
 def test_abort_frees_the_request_within_a_step(tiny_engine: Engine) -> None:
-    answer = one(
-        tiny_engine, TextPrompt("x"), SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), lora="style"
-    )
-    events = iter(answer)
-    for _ in range(3):
-        next(events)
-    answer.abort()
-    rest = list(events)
+    sampling = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with held_after(tiny_engine, 3):
+        answer = one(tiny_engine, TextPrompt("x"), sampling, lora="style")
+        events = iter(answer)
+        for _ in range(3):
+            next(events)
+        answer.abort()
+        rest = list(events)
     assert rest[-1].finish_reason == "abort"
     stats = tiny_engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
@@ -226,7 +227,8 @@ def test_leaving_an_async_stream_aborts_it(tiny_engine: Engine) -> None:
         return answer
 
     aborted = tiny_engine.stats().num_finished.get("abort", 0)
-    asyncio.run(read_two())
+    with held_after(tiny_engine):
+        asyncio.run(read_two())
     run(one(tiny_engine, TextPrompt("y")))
     assert tiny_engine.stats().num_finished["abort"] == aborted + 1
 
@@ -407,10 +409,11 @@ def test_bfloat16_follows_float32_closely(llama_dir: Path, tmp_path: Path) -> No
 def test_closing_ends_every_answer(llama_dir: Path, tmp_path: Path) -> None:
     engine = Engine(EngineConfig(model=str(llama_dir), adapter_dir=str(tmp_path)))
     sampling = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-    answers = [one(engine, TokenPrompt([1, 2, number]), sampling) for number in range(4)]
-    events = [iter(answer) for answer in answers]
-    assert isinstance(next(events[0]), Delta)
-    engine.close(drain_s=0.0)
+    with held_after(engine):
+        answers = [one(engine, TokenPrompt([1, 2, number]), sampling) for number in range(4)]
+        events = [iter(answer) for answer in answers]
+        assert isinstance(next(events[0]), Delta)
+        engine.close(drain_s=0.0)
     from engine.errors import EngineClosed
 
     for event in events:
@@ -505,7 +508,7 @@ answers = llm.engine.start_sync(__import__("engine.request", fromlist=["x"]).Tex
 next(iter(answers[0]))
 """
     root = Path(__file__).resolve().parents[2]
-    ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -28,6 +28,7 @@ from engine.sampler import SamplerRow
 from engine.scheduler import Plan
 from engine.state import EngineRequest, RequestState
 from tests.oracles import random_ids, tone
+from tests.pace import held_after
 
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -109,10 +110,11 @@ def test_a_clip_that_cannot_be_encoded_takes_no_neighbour_along(
 
 
 def test_an_id_that_is_under_way_is_refused_and_the_first_goes_on(engine: Engine) -> None:
-    first = start(engine, LONG, request_id="same")
-    second = start(engine, seed=2, request_id="same", lora="qv")
-    second.abort()
-    assert isinstance(drain(second)[-1], InvalidRequest)
+    with held_after(engine):
+        first = start(engine, LONG, request_id="same")
+        second = start(engine, seed=2, request_id="same", lora="qv")
+        second.abort()
+        assert isinstance(drain(second)[-1], InvalidRequest)
     assert drain(first)[-1].finish_reason == "length"  # type: ignore[union-attr]
 
 
@@ -129,7 +131,7 @@ def test_of_n_answers_none_is_left_behind_when_one_cannot_be_queued(
         submit(request, answer)
 
     monkeypatch.setattr(engine._loop, "submit", second_fails)
-    with pytest.raises(EngineClosed):
+    with held_after(engine), pytest.raises(EngineClosed):
         start(engine, LONG, lora="qv", n=3)
     monkeypatch.undo()
     drain(start(engine))
@@ -146,10 +148,11 @@ def test_starting_on_a_closed_engine_says_so(engine: Engine) -> None:
 
 @pytest.mark.parametrize("leave", [lambda events: events.close(), lambda events: None], ids=["close", "drop"])
 def test_an_iterator_that_is_left_before_its_first_event_aborts(engine: Engine, leave: Callable[[Any], None]) -> None:
-    events = iter(start(engine, LONG))
-    leave(events)
-    del events
-    gc.collect()
+    with held_after(engine):
+        events = iter(start(engine, LONG))
+        leave(events)
+        del events
+        gc.collect()
     drain(start(engine))
     assert engine.stats().num_finished["abort"] == 1
 

@@ -24,6 +24,7 @@ from engine.parallel.team import Team, _Worker
 from engine.request import TokenPrompt
 from tests.engine.test_parallel import NAMES, PROMPTS, answers, check_equal, make_engine, make_models, planned, workers
 from tests.oracles import make_model
+from tests.pace import held_after
 
 
 def test_fully_sharded_adapters_equal_one_process_until_a_worker_is_killed(
@@ -45,10 +46,10 @@ def test_fully_sharded_adapters_equal_one_process_until_a_worker_is_killed(
         check_equal(answers(engine, PROMPTS, NAMES), expected)
         (process,) = workers(engine)
         sampling = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
-        running = engine.start_sync(TokenPrompt(PROMPTS[0]), sampling, lora="all")[0]
-        events = iter(running)
-        next(events)
-        os.kill(process.pid, signal.SIGKILL)
+        with held_after(engine):
+            events = iter(engine.start_sync(TokenPrompt(PROMPTS[0]), sampling, lora="all")[0])
+            next(events)
+            os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(WorkerLost, match="worker 1 was killed by signal 9"):
             for _ in events:
                 pass
@@ -133,9 +134,10 @@ def test_a_stalled_worker_does_not_keep_the_engine_from_closing(
     engine = make_engine(model_dir, {}, tmp_path / "catalogue", tensor_parallel_size=2)
     (process,) = workers(engine)
     sampling = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
-    events = iter(engine.start_sync(TokenPrompt(PROMPTS[0]), sampling)[0])
-    next(events)
-    process.send_signal(signal.SIGSTOP)
+    with held_after(engine):
+        events = iter(engine.start_sync(TokenPrompt(PROMPTS[0]), sampling)[0])
+        next(events)
+        process.send_signal(signal.SIGSTOP)
     watch = threading.Timer(60, process.kill)  # So that the test ends where closing does not.
     watch.start()
     engine.close(drain_s=0)

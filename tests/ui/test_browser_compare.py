@@ -7,9 +7,7 @@ import csv
 import dataclasses
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,11 @@ from engine.config import EMBEDDED_ASSETS, LoRAModule
 from engine.request import Message, SamplingParams
 from tests.media_models import LLAVA
 from tests.oracles import make_adapter, make_model
-from tests.ui.live import ChatPage, Live, overflow, serving
+from tests.pace import held_after
+from tests.ui.live import ANSWER_MS, ChatPage, Live, overflow, serving, wait_for
 from ui.examples import PROMPTS
 
 CLIP = EMBEDDED_ASSETS / "audio" / "weather-report.wav"
-ANSWER_MS = 30_000
 SIX = tuple(f"style-{number}" for number in range(6))
 
 
@@ -98,12 +96,13 @@ def test_all_answers_share_the_batch_and_stop_ends_them(
         return await start(messages, dataclasses.replace(sampling, ignore_eos=True, max_tokens=300), **keywords)
 
     monkeypatch.setattr(live.service, "start_chat", start_endless)
-    tab.ask("Tell me a story")
-    for lora in ("none", "pirate", "speech", "sql"):
-        expect(tab.column(lora)).to_contain_text("answering", timeout=ANSWER_MS)
-    assert len(live.service.stats().batch_by_adapter) == 4
-    tab.page.locator("#compare-stop").click()
-    expect(tab.ending).to_be_visible()
+    with held_after(live.engine):
+        tab.ask("Tell me a story")
+        for lora in ("none", "pirate", "speech", "sql"):
+            expect(tab.column(lora)).to_contain_text("answering", timeout=ANSWER_MS)
+        wait_for(tab.page, lambda: len(live.service.stats().batch_by_adapter) == 4)
+        tab.page.locator("#compare-stop").click()
+        expect(tab.ending).to_be_visible()
     for lora in ("none", "pirate", "speech", "sql"):
         expect(tab.column(lora)).to_contain_text("stopped")
     expect(tab.page.locator("#compare-run")).to_be_visible()
@@ -143,22 +142,6 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     engine.close(drain_s=1.0)
 
 
-@contextmanager
-def watched_batches(live: Live) -> Iterator[list[int]]:
-    """How many adapters, the base model among them, the batch holds while it is looked at."""
-    counts, is_over = [0], threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(0.002):
-            counts.append(len(live.service.stats().batch_by_adapter))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    yield counts
-    is_over.set()
-    thread.join()
-
-
 def test_images_and_a_prompt_are_answered_by_the_base_and_six_adapters_in_one_batch(
     seeing: Live, open_page: Callable[..., Page], tmp_path: Path
 ) -> None:
@@ -170,11 +153,11 @@ def test_images_and_a_prompt_are_answered_by_the_base_and_six_adapters_in_one_ba
     tab = ComparePage(page)
     page.locator("#compare-images input[type=file]").set_input_files(str(image))
     expect(page.locator("#compare-images img").first).to_be_visible()
-    with watched_batches(seeing) as batches:
+    with held_after(seeing.engine, 1):
         tab.ask("What is this?")
-        expect(tab.ending).to_be_visible(timeout=ANSWER_MS)
+        wait_for(page, lambda: len(seeing.service.stats().batch_by_adapter) == 7)
+    expect(tab.ending).to_be_visible(timeout=ANSWER_MS)
     expect(tab.columns).to_have_count(7)
-    assert max(batches) == 7
     record = json.loads(tab.download("Download JSON"))
     assert (record["images"], [answer["error"] for answer in record["answers"]]) == (["red.png"], [None] * 7)
     coded = "data:image/png;base64," + base64.b64encode(image.read_bytes()).decode()

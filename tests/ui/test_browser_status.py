@@ -12,6 +12,7 @@ from playwright.sync_api import expect
 
 from engine.config import EMBEDDED_ASSETS
 from engine.request import Message, SamplingParams
+from tests.pace import held_after
 from tests.ui.live import ChatPage, Live, overflow
 
 
@@ -29,15 +30,16 @@ def test_plots_live_set_up_and_programs_for_the_current_choice(
     expect(page.locator("#status-plots figure")).to_have_count(5)
     page.get_by_role("tab", name="Chat").click()
     chat.choose_adapter("pirate")
-    chat.submit("Tell me a story")
-    expect(chat.receipts).to_contain_text("answering")
-    page.get_by_role("tab", name="Status").click()
-    batch = page.locator("#status-plots figure").filter(has_text="Requests in the batch")
-    expect(batch.locator("li")).to_contain_text(["pirate"])
-    expect(page.locator("#status-figures")).to_contain_text(re.compile(r"Running\s*1"))
-    page.get_by_role("tab", name="Chat").click()
-    chat.stop_button.click()
-    chat.wait_until_ready()
+    with held_after(live.engine):
+        chat.submit("Tell me a story")
+        expect(chat.receipts).to_contain_text("answering")
+        page.get_by_role("tab", name="Status").click()
+        batch = page.locator("#status-plots figure").filter(has_text="Requests in the batch")
+        expect(batch.locator("li")).to_contain_text(["pirate"])
+        expect(page.locator("#status-figures")).to_contain_text(re.compile(r"Running\s*1"))
+        page.get_by_role("tab", name="Chat").click()
+        chat.stop_button.click()
+        chat.wait_until_ready()
     page.get_by_role("tab", name="Status").click()
     first = page.locator("#status-plots figure").filter(has_text="First token")
     expect(first.locator("circle")).not_to_have_count(0)

@@ -13,11 +13,11 @@ from playwright.sync_api import Locator, Page, expect
 
 from engine.config import EMBEDDED_ASSETS
 from engine.request import AudioPart, SamplingParams
-from tests.ui.live import ChatPage, Live, overflow
+from tests.pace import held_after
+from tests.ui.live import ANSWER_MS, ChatPage, Live, overflow
 
 CLIP = EMBEDDED_ASSETS / "audio" / "weather-report.wav"
 SAID = "the weather in madrid is rainy today"
-ANSWER_MS = 30_000
 
 
 @pytest.fixture
@@ -147,11 +147,13 @@ def test_a_file_without_sound_is_refused_in_words_and_stop_ends_a_transcript(
         return transcribe(audio, endless, **keywords)
 
     monkeypatch.setattr(live.service, "transcribe", transcribe_endlessly)
-    page.locator("#transcribe-run").click()
-    expect(columns(page, "auto")).to_contain_text("answering", timeout=ANSWER_MS)
-    page.locator("#transcribe-stop").click()
-    for lora in ("auto", "none"):
-        expect(columns(page, lora)).to_contain_text("stopped")
+    with held_after(live.engine):
+        page.locator("#transcribe-run").click()
+        for lora in ("auto", "none"):
+            expect(columns(page, lora)).to_contain_text("answering", timeout=ANSWER_MS)
+        page.locator("#transcribe-stop").click()
+        for lora in ("auto", "none"):
+            expect(columns(page, lora)).to_contain_text("stopped")
     expect(page.locator("#transcribe-run")).to_be_visible()
     monkeypatch.undo()
     broken = tmp_path / "broken.wav"
