@@ -13,7 +13,9 @@ ARGS ?=
 BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
-BESIDE := tests/kernels tests/ui
+PIP_ARGS ?=
+# What `make test` runs beside all other tests; both take about as long.
+BESIDE := tests/api tests/engine
 
 # The first Python that is new enough and can make virtual environments.
 IS_USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
@@ -51,15 +53,15 @@ $(BIN)/python:
 
 $(RUN_STAMP): | $(BIN)/python
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip # a setup that was cut off lacks pip
-	$(BIN)/python -m pip install --requirement requirements.txt --constraint constraints.txt
+	$(BIN)/python -m pip install $(PIP_ARGS) --requirement requirements.txt --constraint constraints.txt
 	@rm -f $(VENV)/.setup-[0-9]* && touch $@
 
 $(DEV_STAMP): | $(RUN_STAMP)
-	$(BIN)/python -m pip install --requirement requirements-dev.txt --constraint constraints.txt
+	$(BIN)/python -m pip install $(PIP_ARGS) --requirement requirements-dev.txt --constraint constraints.txt
 	@rm -f $(VENV)/.setup-dev-* && touch $@
 
 $(RAY_STAMP): | $(RUN_STAMP)
-	$(BIN)/python -m pip install --requirement deploy/requirements-ray.txt --constraint constraints.txt
+	$(BIN)/python -m pip install $(PIP_ARGS) --requirement deploy/requirements-ray.txt --constraint constraints.txt
 	@rm -f $(VENV)/.setup-ray-* && touch $@
 
 setup: | $(RUN_STAMP)
@@ -95,7 +97,7 @@ check: | $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -q tests/test_layering.py
+	$(BIN)/python -m pytest -q --noconftest tests/test_layering.py
 
 format: | $(DEV_STAMP)
 	$(BIN)/python -m ruff check --fix-only --quiet .

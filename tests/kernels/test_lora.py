@@ -131,8 +131,8 @@ def sweep(device: str, dtype: torch.dtype, has_tiles: bool | None = None) -> lis
     return list(groups.items())
 
 
-def check(name: str, group: Group, function: Function) -> None:
-    """Compare with the oracle, after proof that the comparison can fail."""
+def check(name: str, group: Group, function: Function, *, repeats: bool = True) -> None:
+    """Compare with the oracle, after proof that the comparison can fail; and with another run if `repeats`."""
     expected, base, output = group.oracle(), group.base.double(), group.run(function)
     is_touched = (expected != base).any(1)
     assert torch.equal(output[~is_touched], group.base[~is_touched]), f"{name}: base rows changed"
@@ -142,7 +142,7 @@ def check(name: str, group: Group, function: Function) -> None:
         error = float((output.double() - expected).norm()) / size
         print(f"{name}, {group.x.dtype}: relative error {error:.2e}")  # noqa: T201 - read with -s
         assert error < TOLERANCE[group.x.dtype], f"{name}, {group.x.dtype}: relative error {error}"
-    assert torch.equal(group.run(function), output), f"{name}: two runs differ"
+    assert not repeats or torch.equal(group.run(function), output), f"{name}: two runs differ"
 
 
 @pytest.mark.parametrize(
@@ -219,13 +219,13 @@ def check_interpreted() -> None:
     """The sweep on the CPU by Triton's interpreter; for a process started with TRITON_INTERPRET=1."""
     from kernels import lora
 
-    # Both rows of tiles; the interpreter has no products of bfloat16.
+    # Both rows of tiles; the interpreter has no products of bfloat16, and runs a kernel's programs always in one order.
     for family, dtype in (("any", torch.float32), ("sm90", torch.float16)):
         for name, group in sweep("cpu", dtype, has_tiles=True):
             group.metadata.family = family
-            check(name, group, lora.lora_add_group_)
+            check(name, group, lora.lora_add_group_, repeats=False)
             if group.base.shape[0] < 100:
-                check(name, group, in_halves(lora.lora_shrink, lora.lora_expand_))
+                check(name, group, in_halves(lora.lora_shrink, lora.lora_expand_), repeats=False)
 
 
 @needs_triton
