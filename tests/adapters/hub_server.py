@@ -77,7 +77,7 @@ def serve_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[HubServe
         def _file(self, repo: str, revision: str, name: str, *, with_body: bool) -> None:
             content = hub.repos[repo][revision][name]
             if with_body:
-                hub.gate.wait(20)
+                hub.gate.wait(120)
             etag = f'"{hashlib.sha1(content).hexdigest()}"'
             commit = hub.commit_of(hub.repos[repo][revision])
             self._send(200, content, {"ETag": etag, "X-Repo-Commit": commit}, with_body=with_body)

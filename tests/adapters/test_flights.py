@@ -28,7 +28,7 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.is_reached.set()
-        assert self.is_open.wait(30)
+        assert self.is_open.wait(120)
         return self.real(*args, **kwargs)
 
     real: Callable[..., Any] = staticmethod(intake.read_adapter)
@@ -59,11 +59,11 @@ def test_waiting_for_a_slow_adapter_takes_one_thread_and_each_waiter_gets_a_hand
 ) -> None:
     num_threads = threading.active_count()
     futures = [manager.acquire_soon("cold") for _ in range(100)]
-    assert gate.is_reached.wait(30) and threading.active_count() <= num_threads + 1
+    assert gate.is_reached.wait(120) and threading.active_count() <= num_threads + 1
     manager.acquire("warm").release()
     futures[0].cancel()
     gate.is_open.set()
-    handles = [future.result(30) for future in futures[1:]]
+    handles = [future.result(120) for future in futures[1:]]
     assert len({id(handle) for handle in handles}) == 99 and len({id(handle.generation) for handle in handles}) == 1
     assert manager.get("cold").num_requests == 99 and manager.get("cold").num_loads == 2
     assert all(handle.load_ms > 0 for handle in handles)
@@ -76,13 +76,13 @@ def test_who_asks_after_a_replacement_does_not_get_what_was_asked_for_before(
     manager: AdapterManager, gate: Gate, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = manager.acquire_soon("cold")
-    assert gate.is_reached.wait(30)
+    assert gate.is_reached.wait(120)
     monkeypatch.setattr(intake, "read_adapter", gate.real)
     new = manager.load("cold", edit(reference, tmp_path / "new", config={"lora_alpha": 5}), load_inplace=True)
     after = manager.acquire_soon("cold")
     assert after.done() and after.result().generation.digest == new.generation
     gate.is_open.set()
-    assert before.result(30).generation.digest == new.generation
+    assert before.result(120).generation.digest == new.generation
     for future in (before, after):
         future.result().release()
 
@@ -97,7 +97,7 @@ def test_an_error_reaches_every_waiter_and_the_next_one_tries_again(
         patch.setattr(intake, "read_adapter", broken)
         for future in [manager.acquire_soon("cold") for _ in range(3)]:
             with pytest.raises(AdapterFilesNotFound):
-                future.result(30)
+                future.result(120)
     assert isinstance(manager.acquire_soon("nobody").exception(), AdapterNotFound)
     manager.acquire("cold").release()
 
@@ -108,16 +108,16 @@ def test_keys_beyond_the_threads_queue_and_late_ones_are_served_in_person() -> N
 
     def load(is_slow: bool) -> GenerationHandle:
         if is_slow:
-            gate.wait(30)
+            gate.wait(120)
         return GenerationHandle("x", SimpleNamespace(digest="d"), release=releases.append)  # type: ignore[arg-type]
 
     slow = [flights.join(key, lambda: load(True)) for key in "ab"]
     queued = flights.join("c", lambda: load(False))
     assert not queued.done() and len(flights) == 3
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(gate.wait, 30)
+        pool.submit(gate.wait, 120)
     for future in [*slow, queued]:
-        future.result(30).release()
+        future.result(120).release()
     flights.close()
     flights.join("d", lambda: load(False)).result(0).release()
     assert len(flights) == 0 and len(releases) == 8, "each load's own handle and each waiter's"

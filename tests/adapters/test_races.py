@@ -123,17 +123,17 @@ def test_borrowing_does_not_wait_for_a_replacement_that_is_being_read(
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         is_reading.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(intake, "read_adapter", slow)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(manager.load, "sql", twin, load_inplace=True)
-        assert is_reading.wait(30)
+        assert is_reading.wait(120)
         with manager.acquire("sql") as handle:
             assert handle.generation.digest == first.generation
         go_on.set()
-        assert loading.result(30).generation != first.generation
+        assert loading.result(120).generation != first.generation
 
 
 def test_a_reload_that_a_replacement_overtakes_gives_the_new_content(

@@ -42,7 +42,7 @@ class Fake:
 
     def find(self, lora_name: str) -> Located | None:
         self.asked.append(lora_name)
-        assert self.gate.wait(20)
+        assert self.gate.wait(120)
         if lora_name in self.faults:
             raise self.faults[lora_name]
         return Located(Path(lora_name), f"fake:{lora_name}") if lora_name in self.known else None
@@ -67,7 +67,7 @@ class World:
         self.loaded[name] = located.source
 
     def ask(self, name: str) -> None:
-        self.resolution.start(name).result(20)
+        self.resolution.start(name).result(120)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_many_who_want_one_name_cause_one_resolution(make: Callable[..., World])
     assert waiters[5].cancel()
     source.gate.set()
     for waiter in waiters[:5] + waiters[6:]:
-        waiter.result(20)
+        waiter.result(120)
     assert source.asked == ["a"] and world.loaded == {"a": "fake:a"}
 
 
@@ -292,7 +292,7 @@ def test_a_users_class_that_hangs_is_cancelled(folder: Path) -> None:
     while not mine.told:  # its thread may not have begun within the time
         with pytest.raises(SourceUnreachable, match="took too long"):
             source.find("hangs")
-    assert mine.cancelled.wait(60)
+    assert mine.cancelled.wait(120)
     source.close()
 
 
@@ -317,7 +317,7 @@ def test_closing_twice_while_a_users_class_holds_its_thread_frees_who_asks_at_on
 
     asking = threading.Thread(target=ask)
     asking.start()
-    assert is_asked.wait(60)
+    assert is_asked.wait(120)
     source.close()
     asking.join(60)
     is_free = not asking.is_alive()

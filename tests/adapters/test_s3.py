@@ -291,7 +291,7 @@ def test_the_known_example_of_a_users_class_finds_adapters_in_s3(
         found = source.find("sql")
         assert found is not None and found.folder == tmp_path / "my-base" / "sql" and read(found) == ADAPTER
         assert source.find("absent") is None
-        asyncio.run_coroutine_threadsafe(s3_resolver.s3._s3.close(), source._loop).result(20)  # type: ignore[attr-defined]
+        asyncio.run_coroutine_threadsafe(s3_resolver.s3._s3.close(), source._loop).result(120)  # type: ignore[attr-defined]
         source.close()
     finally:
         LoRAResolverRegistry.unregister_resolver("s3_resolver")
@@ -310,4 +310,4 @@ def test_a_lease_that_is_collected_while_its_thread_holds_the_lock_is_given_back
         has_ended.set()
 
     threading.Thread(target=collect, daemon=True).start()
-    assert has_ended.wait(10), "the thread waits for itself"
+    assert has_ended.wait(120), "the thread waits for itself"

@@ -41,7 +41,7 @@ def serve(engine: Engine, settings: ServerSettings) -> Iterator[str]:
     server.startup = tell  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
-    assert is_ready.wait(30)
+    assert is_ready.wait(120)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:

@@ -46,7 +46,7 @@ def joined(chunks: list[Any], index: int = 0) -> str:
     return "".join(choice["delta"].get("content", "") for choice in choices if choice["index"] == index)
 
 
-def eventually(is_true: Callable[[], bool], seconds: float = 20) -> bool:
+def eventually(is_true: Callable[[], bool], seconds: float = 60) -> bool:
     """Whether something that another thread brings about comes true."""
     deadline, pause = time.monotonic() + seconds, threading.Event()
     while not is_true() and time.monotonic() < deadline:

@@ -85,7 +85,7 @@ async def test_a_reader_that_does_not_read_holds_nothing_of_the_engine(tiny_engi
     assert await asyncio.to_thread(eventually, lambda: tiny_engine.stats().num_running == 0)
     assert not sent
     may_read.set()
-    await asyncio.wait_for(reading, 30)
+    await asyncio.wait_for(reading, 120)
     assert b"[DONE]" in b"".join(message.get("body", b"") for message in sent)
 
 

@@ -238,7 +238,7 @@ def listen(service: Service, **asked: Any) -> AsyncGenerator[TranscriptEvent, No
 
 
 async def wait_until_idle(engine: Engine) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         stats = engine.stats()
         if stats.num_running == stats.num_waiting == 0:
             return

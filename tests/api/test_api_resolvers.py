@@ -42,7 +42,7 @@ class Gated(LoRAResolver):
             return None
         self.num_asked += 1
         self.is_asked.set()
-        await asyncio.to_thread(self.gate.wait, 20)
+        await asyncio.to_thread(self.gate.wait, 120)
         return LoRARequest(lora_name, 1, str(self.folder))
 
 
@@ -131,7 +131,7 @@ async def test_requests_that_wait_for_a_slow_source_block_no_others_and_may_leav
             gated.is_asked.clear()
             gated.gate.clear()
             waiting = [ask("slow") for _ in range(40)]
-            assert await asyncio.to_thread(gated.is_asked.wait, 20)
+            assert await asyncio.to_thread(gated.is_asked.wait, 120)
             for name in (engine.model_names[0], "team/style"):
                 assert (await ask(name)).json()["model"] == name
             for task in waiting[:10]:

@@ -31,7 +31,7 @@ class Workshop:
         self.may_go_on = threading.Event()
 
     def make(self, files: dict[str, bytes], num_added: int) -> TextSide:
-        assert self.may_go_on.wait(60)
+        assert self.may_go_on.wait(120)
         content = files["tokenizer.json"]
         self.made.append(content)
         if content == b"13":

@@ -28,10 +28,10 @@ from engine.sampler import SamplerRow
 from engine.scheduler import Plan
 from engine.state import EngineRequest, RequestState
 from tests.oracles import random_ids, tone
-from tests.pace import held_after
+from tests.pace import held_after, held_before
 
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 def drain(answer: Answer) -> list[Delta | AppError]:
@@ -73,10 +73,9 @@ def fail(*_: Any) -> Any:
 
 
 def test_a_request_that_cannot_be_started_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    running = start(engine, LONG)
-    events = iter(running)
-    next(events)
-    with monkeypatch.context() as patch:
+    with held_after(engine), monkeypatch.context() as patch:
+        events = iter(start(engine, LONG))
+        next(events)
         patch.setattr(engine._slots._writer, "write", fail)  # type: ignore[union-attr]
         bad = drain(start(engine, lora="qv"))
     assert isinstance(bad[-1], EngineFault)
@@ -98,10 +97,9 @@ def test_readers_hear_of_the_end_even_when_the_device_has_failed_for_good(
 def test_a_clip_that_cannot_be_encoded_takes_no_neighbour_along(
     tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    neighbour = tiny_engine.start_sync(TextPrompt("x"), LONG)[0]
-    events = iter(neighbour)
-    next(events)
-    with monkeypatch.context() as patch:
+    with held_after(tiny_engine), monkeypatch.context() as patch:
+        events = iter(tiny_engine.start_sync(TextPrompt("x"), LONG)[0])
+        next(events)
         patch.setattr(tiny_engine.base, "encode", fail)
         clip = AudioPart((tone(0.6, 877), 16_000))
         bad = drain(tiny_engine.start_sync(TextPrompt("<|audio|>?", [clip]), SHORT)[0])
@@ -170,7 +168,7 @@ def test_what_a_broken_request_left_in_a_block_reaches_nobody(engine: Engine, mo
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.base), "decode", poison)
         bad = start(engine, LONG, seed=9)
-        reached.wait(10)
+        reached.wait(120)
         bad.abort()
         drain(bad)
     again = [start(engine, seed=seed) for seed in range(3)]
@@ -285,8 +283,9 @@ def test_a_request_whose_step_always_fails_is_found_and_its_neighbours_lose_noth
     expected = [outcome(answer) for answer in start_neighbours(engine)]
     with monkeypatch.context() as patch:
         plans = fail_with(engine, patch, holds_bad, error)
-        neighbours = start_neighbours(engine)
-        bad = drain(start(engine, LONG, seed=9, request_id="bad", lora="rs"))
+        with held_before(engine, 6):
+            neighbours = start_neighbours(engine)
+            bad = drain(start(engine, LONG, seed=9, request_id="bad", lora="rs"))
         assert [outcome(answer) for answer in neighbours] == expected
     [fault] = [event for event in bad if isinstance(event, AppError)]
     assert bad[-1] is fault and (fault.status, fault.code) == (status, code)
@@ -301,7 +300,8 @@ def test_a_step_that_is_too_large_for_the_memory_is_computed_in_parts(
     expected = [outcome(answer) for answer in start_neighbours(engine)]
     error = torch.OutOfMemoryError("CUDA out of memory.")
     plans = fail_with(engine, monkeypatch, lambda plan: len(plan.items) > 2, error)
-    assert [outcome(answer) for answer in start_neighbours(engine)] == expected
+    with held_before(engine, 5):
+        assert [outcome(answer) for answer in start_neighbours(engine)] == expected
     assert max(len(plan.items) for plan in plans) > 2
     check_idle(engine)
 
@@ -328,8 +328,9 @@ def test_a_request_whose_choice_of_a_token_fails_takes_no_neighbour_along(
 
     with monkeypatch.context() as patch:
         patch.setattr(sampler, "_packed_logprobs", failing)
-        neighbours = start_neighbours(engine)
-        bad = drain(start(engine, SamplingParams(seed=666, max_tokens=400, ignore_eos=True), seed=9))
+        with held_before(engine, 6):
+            neighbours = start_neighbours(engine)
+            bad = drain(start(engine, SamplingParams(seed=666, max_tokens=60, ignore_eos=True), seed=9))
         assert [outcome(answer) for answer in neighbours] == expected
     assert isinstance(bad[-1], EngineFault)
     check_idle(engine)
@@ -348,8 +349,9 @@ def test_a_request_whose_text_cannot_be_made_takes_no_neighbour_along(
 
     with monkeypatch.context() as patch:
         patch.setattr(StopMatcher, "push", failing)
-        neighbours = start_neighbours(engine)
-        bad = drain(start(engine, SamplingParams(stop=["\x00"], max_tokens=400, ignore_eos=True), seed=9))
+        with held_before(engine, 6):
+            neighbours = start_neighbours(engine)
+            bad = drain(start(engine, SamplingParams(stop=["\x00"], max_tokens=60, ignore_eos=True), seed=9))
         assert [outcome(answer) for answer in neighbours] == expected
     assert isinstance(bad[-1], EngineFault)
     check_idle(engine)
@@ -364,8 +366,9 @@ def test_an_adapter_whose_numbers_overflow_fails_by_name_and_takes_no_neighbour_
     tensors = load_file(broken / "adapter_model.safetensors")
     save_file({name: tensor * 1e25 for name, tensor in tensors.items()}, broken / "adapter_model.safetensors")
     engine.adapters.load("broken", str(broken))
-    neighbours = start_neighbours(engine)
-    bad = drain(start(engine, LONG, seed=9, lora="broken"))
+    with held_before(engine, 6):
+        neighbours = start_neighbours(engine)
+        bad = drain(start(engine, LONG, seed=9, lora="broken"))
     assert [outcome(answer) for answer in neighbours] == expected
     fault = bad[-1]
     assert isinstance(fault, EngineFault) and "NaN" in fault.message and "'broken'" in fault.message

@@ -40,6 +40,7 @@ from tests.media_models import (
     picture,
 )
 from tests.oracles import Oracle, make_adapter, make_model, tone
+from tests.pace import held_before
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 TARGETS = {
@@ -243,7 +244,8 @@ def test_media_are_encoded_once_a_tower_whatever_is_preempted(world: World, tmp_
     other = World.__new__(World)
     other.__dict__.update(world.__dict__, engine=engine)
     try:
-        answers = [(items, name, other.start(items, name)) for items in media for name in names]
+        with held_before(engine, len(media) * len(names)):
+            answers = [(items, name, other.start(items, name)) for items in media for name in names]
         for items, name, answer in answers:
             expected = world.oracle.generate(answer.prompt_token_ids, 12, name, **world.inputs(answer, items))
             assert collect(answer)[0] == expected

@@ -14,6 +14,7 @@ from engine.answer import Answer
 from engine.config import LoRAModule
 from engine.request import AudioPart, ChatPrompt, Message, TextPart, TokenPrompt
 from tests.oracles import Oracle, make_model, random_ids, tone
+from tests.pace import held_before
 
 LLAMA = "LlamaForCausalLM"
 SPEECH = "GraniteSpeechForConditionalGeneration"
@@ -84,7 +85,9 @@ def test_chunks_blocks_preemption_and_running_ahead_do_not_change_tokens(
         _shrink_pool(engine, num_blocks)
     try:
         for _ in range(2):
-            assert [tokens(answer) for answer in [start(engine, prompt) for prompt in prompts]] == expected
+            with held_before(engine, len(prompts)):
+                answers = [start(engine, prompt) for prompt in prompts]
+            assert [tokens(answer) for answer in answers] == expected
         stats = engine.stats()
         assert (stats.num_preemptions > 0) == (num_blocks is not None), "preemption was not exercised as planned"
         assert (stats.prefix_hit_tokens > 0) == (prefix_caching and block_size < 40)

@@ -31,10 +31,10 @@ def engine(llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path) -> 
 
 def test_a_prefetched_adapter_is_in_its_row_and_counts_no_request(engine: Engine) -> None:
     assert engine.adapters.get("qv").state != "gpu" and engine.adapters.get("all").state != "gpu"
-    assert engine.prefetch("qv").result(20)
+    assert engine.prefetch("qv").result(120)
     info = engine.adapters.get("qv")
     assert info.state == "gpu" and info.num_requests == 0
-    assert engine.prefetch("all").result(20)
+    assert engine.prefetch("all").result(120)
     assert engine.adapters.get("all").state == "gpu" and engine.adapters.get("qv").state == "disk"
     sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     list(engine.start_sync(TokenPrompt(random_ids(5, 1)), sampling, lora="all")[0])
@@ -42,7 +42,7 @@ def test_a_prefetched_adapter_is_in_its_row_and_counts_no_request(engine: Engine
 
 
 def test_faults_of_a_prefetch_are_logged_and_not_raised(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    assert not engine.prefetch("nobody").result(20)
+    assert not engine.prefetch("nobody").result(120)
     assert "event=prefetch_failed adapter=nobody" in caplog.text
     engine.close()
     with pytest.raises(EngineClosed):

@@ -81,7 +81,7 @@ def test_content_that_was_tried_without_a_name_leaves_nothing(engine: Engine, ll
     assert report.report is not None
     done = threading.Event()
     engine._loop.call(done.set)
-    assert done.wait(20)
+    assert done.wait(120)
     assert engine.adapters.names() == [] and engine.adapters.stats().num_cpu == 0
     assert engine.stats().lora_rows_used == 0 and engine.stats().kv_blocks_used == 0
     engine.check_integrity()

@@ -54,7 +54,7 @@ def test_a_stream_goes_on_while_its_adapters_replacement_is_being_read(
 
     def slow(*args: Any, **named: Any) -> Any:
         is_reading.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         return real(*args, **named)
 
     sampling = SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
@@ -67,7 +67,7 @@ def test_a_stream_goes_on_while_its_adapters_replacement_is_being_read(
         target=engine.adapters.load, args=("policy", checkpoints[1]), kwargs={"load_inplace": True}
     )
     trainer.start()
-    assert is_reading.wait(30)
+    assert is_reading.wait(120)
     tokens = [token_id for _ in range(60) for token_id in next(events).token_ids]
     assert trainer.is_alive(), "sixty tokens came while the files were being read"
     go_on.set()

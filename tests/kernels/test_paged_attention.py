@@ -69,7 +69,7 @@ CASES = [
     Case(*MIXED, group=8, num_kv_heads=1, head_dim=64, window=1000, soft_cap=3.0),
     Case(*MIXED, group=2, head_dim=40, block_size=12, window=40),
     Case([2, 3], [2, 300], group=1, head_dim=32, block_size=8),
-    Case([63, 1, 133, 40], [63, 1, 133, 90], group=4, num_kv_heads=2, head_dim=32),
+    Case([63, 1, 133, 40], [63, 1, 133, 90], group=4, num_kv_heads=1, head_dim=32),
     Case([133, 9, 1], [133, 9, 7], group=3, num_kv_heads=2, head_dim=64, window=500, soft_cap=4.0),
     Case([133], [133], group=4, head_dim=16, spans=[(0, 3, 67), (0, 67, 70), (0, 90, 133)]),
     Case(*MIXED, group=2, head_dim=16, window=64, spans=[(1, 0, 9), (1, 9, 19), (3, 71, 131)]),
@@ -183,10 +183,12 @@ def check_attention(case: Case, dtype: torch.dtype, device: str) -> None:
     assert error < RELATIVE_ERROR[dtype]
     if metadata.num_prompts:
         k, v = (step_rows(case, world, pool) for pool in (world.k_pool, world.v_pool))
-        assert relative_error(attend(case, world, metadata, scale, k=k, v=v), expected) < RELATIVE_ERROR[dtype]
-        heads_first = k.transpose(0, 1).contiguous().transpose(0, 1)
-        output = attend(case, world, metadata, scale, k=heads_first, v=v)
-        assert relative_error(output, expected) < RELATIVE_ERROR[dtype]
+        layouts = [k, k.transpose(0, 1).contiguous().transpose(0, 1)]  # tokens first, heads first
+        if IS_INTERPRETED:  # which is slow: one for each case
+            layouts = [layouts[case.group % 2]]
+        for keys in layouts:
+            output = attend(case, world, metadata, scale, k=keys, v=v)
+            assert relative_error(output, expected) < RELATIVE_ERROR[dtype]
     if case.spans:
         plain = reference.paged_attention(
             world.q, world.k_pool, world.v_pool, metadata, scale=scale, window=case.window

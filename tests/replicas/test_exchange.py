@@ -49,7 +49,7 @@ async def test_an_application_whose_reader_has_left_ends() -> None:
     exchange = Exchange(app, Call({}))
     await drain()
     exchange.leave()
-    await asyncio.wait_for(exchange.task, 30)
+    await asyncio.wait_for(exchange.task, 120)
 
 
 @pytest.mark.asyncio
@@ -85,7 +85,7 @@ async def test_pages_that_nobody_renews_are_left() -> None:
     await drain()
     assert {line for line, exchange in lines.items() if exchange.task.done()} == {"silent", "closed"}
     pages.leave_all()
-    await asyncio.wait_for(lines["kept"].task, 30)
+    await asyncio.wait_for(lines["kept"].task, 120)
 
 
 @pytest.mark.parametrize(

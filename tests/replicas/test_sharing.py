@@ -257,7 +257,7 @@ async def test_a_replica_that_follows_for_long_still_counts_and_holds_up_no_requ
     await wait_until(lambda: door.calls["sync"] >= beats + 2)
     now[0] = LEASE_SECONDS + 1
     assert await door.settled(1, 0.0) == (0, 1), "it lives, and has the old version"
-    await asyncio.wait_for(second.catch_up_soon(0.01), 30)
+    await asyncio.wait_for(second.catch_up_soon(0.01), 120)
     may_load.set()
     await wait_until(lambda: managers[1].contains("sql"))
     following.cancel()

@@ -246,6 +246,7 @@ def test_a_recording_of_the_microphone_is_sent(open_page: Callable[..., Page], l
     page = chat.page
     page.get_by_test_id("microphone-button").click()
     page.get_by_role("button", name="Start recording").click()
+    expect(page.get_by_role("button", name="Stop recording")).to_be_visible()
     page.wait_for_timeout(700)
     page.get_by_role("button", name="Stop recording").click()
     page.get_by_role("button", name="Attach audio").click()

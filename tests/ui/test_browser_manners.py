@@ -30,6 +30,14 @@ def axe() -> str:
     return resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
 
 
+# Colours that are still on their way are nobody's fault.
+ANIMATIONS_END = """() => Promise.allSettled(
+  document.getAnimations()
+    .filter((each) => each.playState === "running" && each.effect.getComputedTiming().endTime !== Infinity)
+    .map((each) => each.finished)
+).then(() => null)"""
+
+
 def violations(page: Page, axe: str) -> dict[str, list[str]]:
     """Rule -> the places that break it."""
     if not page.evaluate("'axe' in window"):
@@ -77,6 +85,7 @@ def faults_of_all_tabs(page: Page, axe: str, tabs: Sequence[str] = TABS) -> dict
     for tab in tabs:
         page.get_by_role("tab", name=tab).click()
         page.wait_for_timeout(300)
+        page.evaluate(ANIMATIONS_END)
         if faults := violations(page, axe):
             found[tab] = faults
     return found

@@ -172,6 +172,7 @@ def test_what_the_microphone_hears_is_written_down(open_page: Callable[..., Page
     audio = page.locator("#transcribe-audio")
     audio.get_by_role("button", name="Record audio").click()
     audio.get_by_role("button", name="Record", exact=True).click()
+    expect(audio.get_by_role("button", name="Stop", exact=True)).to_be_visible()
     page.wait_for_timeout(700)
     audio.get_by_role("button", name="Stop", exact=True).click()
     expect(audio.get_by_role("button", name="Play", exact=True)).to_be_visible()

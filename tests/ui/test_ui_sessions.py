@@ -45,7 +45,7 @@ async def test_what_is_kept_of_visitors_who_left_is_bounded(live: Live, monkeypa
     assert [marks[0]["sessions"], marks[-1]["sessions"], len(marks)] == [0, num_visitors, NUM_MARKS + 1]
     assert len(seconds) == num_visitors
     # The one who left last may be noticed only after the others were looked at.
-    for _ in range(200):
+    for _ in range(1200):
         if len(forgotten) >= num_visitors:
             break
         await asyncio.sleep(0.05)
