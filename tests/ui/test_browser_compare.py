@@ -173,7 +173,8 @@ def test_images_and_a_prompt_are_answered_by_the_base_and_six_adapters_in_one_ba
     page.locator("#compare-images").get_by_role("button", name="Clear").first.click()
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image at all")
-    page.locator("#compare-images input[type=file]").set_input_files(str(broken))
+    with page.expect_response(lambda response: "/upload" in response.url):
+        page.locator("#compare-images input[type=file]").set_input_files(str(broken))
     page.wait_for_timeout(500)
     tab.ask("What is this?")
     expect(tab.column(SIX[0]).locator(".trouble")).to_contain_text("image", timeout=ANSWER_MS)

@@ -159,7 +159,8 @@ def test_a_file_without_sound_is_refused_in_words_and_stop_ends_a_transcript(
     broken = tmp_path / "broken.wav"
     broken.write_bytes(b"RIFF" + bytes(200))
     page.locator("#transcribe-audio").get_by_role("button", name="Clear").first.click()
-    page.locator("#transcribe-audio input[type=file]").set_input_files(str(broken))
+    with page.expect_response(lambda response: "/upload" in response.url):
+        page.locator("#transcribe-audio input[type=file]").set_input_files(str(broken))
     page.wait_for_timeout(300)
     page.locator("#transcribe-run").click()
     expect(columns(page, "auto").locator(".trouble")).to_contain_text("Unsupported audio format", timeout=ANSWER_MS)
