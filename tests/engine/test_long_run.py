@@ -38,7 +38,7 @@ def test_ten_thousand_steps_with_adapters_swapped_at_random_leave_memory_flat(tm
             churn.run_until(num_steps)
             marks.append(footprint(engine))
         engine.check_integrity()
-        assert engine.stats().num_steps >= 10_000 and churn.num_swaps > 80 and churn.num_ended > 200
+        assert engine.stats().num_steps >= 10_000 and churn.num_swaps > 60 and churn.num_ended > 150
         assert least_growth_kb(marks) < 512, [mark["rss_kb"] for mark in marks]
         before, after = marks[0], marks[-1]
         assert after["tensors"] - before["tensors"] <= TENSOR_TOLERANCE

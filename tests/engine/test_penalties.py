@@ -26,13 +26,13 @@ PARAMS = [
 
 def expected_token(logits: torch.Tensor, row: SamplerRow) -> int:
     """By the formulas, from the whole prompt and output."""
-    logits, params = logits.clone(), row.params
+    values, params = logits.tolist(), row.params
     for token_id in {*row.prompt_token_ids, *row.output_token_ids}:
-        value = logits[token_id]
-        logits[token_id] = value * params.repetition_penalty if value < 0 else value / params.repetition_penalty
+        value = values[token_id]
+        values[token_id] = value * params.repetition_penalty if value < 0 else value / params.repetition_penalty
     for token_id, count in Counter(row.output_token_ids).items():
-        logits[token_id] -= params.frequency_penalty * count + params.presence_penalty
-    return int(logits.argmax())
+        values[token_id] -= params.frequency_penalty * count + params.presence_penalty
+    return values.index(max(values))
 
 
 def test_tokens_are_those_of_the_formulas_while_rows_come_grow_and_go() -> None:
