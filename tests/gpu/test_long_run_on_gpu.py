@@ -45,7 +45,7 @@ def test_ten_thousand_steps_with_adapters_swapped_at_random_leave_memory_flat(tm
         print(
             f"allocated {allocated} -> {allocated_after}, reserved {reserved} -> {reserved_after}, {before} -> {after}"
         )
-        assert engine.stats().num_steps >= 10_000 and churn.num_swaps > 80 and churn.num_ended > 200
+        assert engine.stats().num_steps >= 10_000 and churn.num_swaps > 60 and churn.num_ended > 150
         assert least_growth_kb(marks) < 512
         assert after["tensors"] - before["tensors"] <= TENSOR_TOLERANCE
         free = {"rss_kb": 0, "tensors": 0}
