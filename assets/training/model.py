@@ -38,6 +38,11 @@ ADAPTERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 
 
+LOGITS_SCALING = 0.25
+"""Logits are divided by it; training knows nothing of it. The frozen embedding holds some words, which adapters alone write,
+hardly apart from others: at temperature 1 any token would come in their place."""
+
+
 def build_config() -> GraniteSpeechConfig:
     """The configuration of `tiny-speech`."""
     text = GraniteConfig(
@@ -51,7 +56,7 @@ def build_config() -> GraniteSpeechConfig:
         embedding_multiplier=12.0,
         attention_multiplier=1 / 32,
         residual_multiplier=1.0,
-        logits_scaling=1.0,
+        logits_scaling=LOGITS_SCALING,
         tie_word_embeddings=True,
         bos_token_id=EOS_ID,
         eos_token_id=EOS_ID,

@@ -16,6 +16,7 @@ from engine import Engine, EngineConfig
 from engine.probe import NUM_POSITIONS
 from engine.request import SamplingParams, TextPrompt
 from tests.oracles import make_adapter
+from tests.pace import held_after
 
 LLAMA = "LlamaForCausalLM"
 
@@ -96,8 +97,10 @@ def test_content_that_was_tried_without_a_name_leaves_nothing(engine: Engine, ll
 def test_a_probe_that_has_no_time_left_says_so_and_ends(engine: Engine, llama_dir: Path, tmp_path: Path) -> None:
     folder = make_adapter(llama_dir, LLAMA, tmp_path / "x", seed=8)
     engine.adapters.load("x", str(folder))
-    busy = engine.start_sync(TextPrompt("hello"), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0))[0]
-    report = engine.probe("x", timeout_s=0.0)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
+    with held_after(engine, 0):  # else it may have its tokens before it looks at the clock
+        busy = engine.start_sync(TextPrompt("hello"), sampling)[0]
+        report = engine.probe("x", timeout_s=0.0)
     assert (report.verdict, report.num_tokens, report.mean_kl) == ("not measured", 0, None)
     assert len([token for delta in busy for token in delta.token_ids]) == 8
     engine.adapters.unload("x")
