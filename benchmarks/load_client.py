@@ -17,7 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-END_OF_BODY = b"\r\n0\r\n\r\n"  # of a chunked one
+from benchmarks.stream_client import read_answer, request_of
+
 _EVENT = re.compile(rb"data: (\{.*\})")
 
 
@@ -131,18 +132,9 @@ class HttpStreams:
             "model": request.name or self._model, "prompt": request.prompt, "max_tokens": request.output_len,
             "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "logprobs": 0,
         }  # fmt: skip
-        content = json.dumps(body)
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
-        reads: list[tuple[float, bytes]] = []
-        tail = b""
-        while tail != END_OF_BODY:
-            data = await reader.read(1 << 16)
-            reads.append((time.perf_counter(), data))
-            if not data or not reads[0][1].startswith(b"HTTP/1.1 200"):
-                raise RuntimeError(f"the server refused or ended an answer: {reads[0][1][-600:]!r}")
-            tail = (tail + data)[-len(END_OF_BODY) :]
+        writer.write(request_of("/v1/completions", body))
+        reads = await read_answer(reader)
         self._idle.append((reader, writer))
         self._unread.append((request, times, reads))
         times.tokens_at += [reads[0][0], reads[-1][0]]

@@ -9,8 +9,34 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 
 END_OF_BODY = b"\r\n0\r\n\r\n"  # of a chunked one
+
+
+def request_of(path: str, body: dict[str, object]) -> bytes:
+    """A request whose connection stays open."""
+    content = json.dumps(body)
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return (head + content).encode()
+
+
+async def read_answer(reader: asyncio.StreamReader) -> list[tuple[float, bytes]]:
+    """What was read of a stream up to its end, and when. Raises RuntimeError where it is refused or ends early."""
+    reads: list[tuple[float, bytes]] = []
+    tail = b""
+    while tail != END_OF_BODY:
+        data = await reader.read(1 << 16)
+        reads.append((time.perf_counter(), data))
+        if not data or not reads[0][1].startswith(b"HTTP/1.1 200"):
+            rest = await reader.read(1 << 16)
+            raise RuntimeError(
+                f"the server refused or ended an answer: {(b''.join(part for _, part in reads) + rest)[-600:]!r}"
+            )
+        tail = (tail + data)[-len(END_OF_BODY) :]
+    return reads
 
 
 async def main(port: int, num_streams: int, path: str, body: dict[str, object]) -> None:
@@ -19,30 +45,20 @@ async def main(port: int, num_streams: int, path: str, body: dict[str, object]) 
     counts = {"answers": 0, "chunks": 0, "reads": 0}
     until = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     until.add_done_callback(lambda _: is_over.set())
-    content = json.dumps(body)
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    request = request_of(path, body)
     usage = f'"completion_tokens":{body["max_tokens"]}'.encode()
 
     async def lane() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         while not is_over.is_set():
-            writer.write((head + content).encode())
-            parts: list[bytes] = []
-            tail = b""
-            while tail != END_OF_BODY:
-                parts.append(await reader.read(1 << 16))
-                if not parts[-1] or not parts[0].startswith(b"HTTP/1.1 200"):
-                    parts.append(await reader.read(1 << 16))
-                    raise RuntimeError(f"the server ended an answer: {b''.join(parts)[-600:]!r}")
-                tail = (tail + parts[-1])[-len(END_OF_BODY) :]
-            text = b"".join(parts)
+            writer.write(request)
+            reads = await read_answer(reader)
+            text = b"".join(data for _, data in reads)
             if usage not in text or b"data: [DONE]" not in text:
                 raise RuntimeError(f"an answer is not whole: {text[-300:]!r}")
             counts["answers"] += 1
             counts["chunks"] += text.count(b"data: ")
-            counts["reads"] += len(parts)
+            counts["reads"] += len(reads)
         writer.close()
 
     sys.stdout.write("under way\n")
