@@ -52,6 +52,11 @@ class Batch:
         """T."""
         return int(self.inputs.shape[1])
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request has one token, and all are sampled."""
+        return sum(self.query_lens) == len(self.query_lens) == len(self.logits_at)
+
 
 def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None, *, num_position_rows: int = 1) -> Batch:
     """The numbers of `plan`, whose items are ordered by LoRA row; padded to `num_tokens` tokens where that is given."""
@@ -106,9 +111,8 @@ def _mutual_spans(plan: Plan, num_tokens: int) -> torch.Tensor | None:
     spans: np.ndarray | None = None
     offset = 0
     for item in plan.items:
-        for span in item.state.request.spans:
-            start, end = max(span.start, item.start), min(span.end, item.end)
-            if span.media.is_mutual and start < end:
+        for span, start, end in item.media():
+            if span.media.is_mutual:
                 assert end == span.end, "a chunk ends inside a span whose tokens see each other"
                 spans = np.zeros((num_tokens, 2), np.int32) if spans is None else spans
                 spans[start - item.start + offset : end - item.start + offset] = (span.start, span.end)

@@ -14,7 +14,7 @@ from engine.attention import AttentionStep
 from engine.batch import FLIGHT_ROWS, KV_INDEX, POSITIONS, TOKEN_IDS, Batch, build_batch
 from engine.encoder_cache import EncoderCache
 from engine.flight import FlightTokens
-from engine.graphs import DecodeGraphs
+from engine.graphs import StepGraphs
 from engine.model import BaseModel
 from engine.request import TokenLogprob
 from engine.sampler import Choice, Sampler
@@ -61,7 +61,7 @@ class Runner:
         sampler: chooses tokens.
         block_size: tokens in a KV block.
         flight_tokens: what the latest step sampled.
-        graphs: recorded decode steps; None runs every step launch by launch.
+        graphs: recorded steps; None runs every step launch by launch.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Runner:
         sampler: Sampler,
         block_size: int,
         flight_tokens: FlightTokens,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._model = model
         self._attention_step = attention_step
@@ -92,9 +92,8 @@ class Runner:
         """
         batches: dict[tuple[object, ...], dict[str, _Encoding]] = {}
         for item in items:
-            for span in item.state.request.spans:
-                if max(span.start, item.start) < min(span.end, item.end):
-                    self._find_features(item.state, span.media, batches)
+            for span, _, _ in item.media():
+                self._find_features(item.state, span.media, batches)
         for batch in batches.values():
             waiting = list(batch.values())
             for start in range(0, len(waiting), _MAX_ENCODED):
@@ -163,12 +162,10 @@ class Runner:
         embeddings = self._model.embed(token_ids)
         chunk_start = 0
         for item in plan.items:
-            for span in item.state.request.spans:
-                start, end = max(span.start, item.start), min(span.end, item.end)
-                if start < end:
-                    features = item.state.media_features[span.media.digest][start - span.start : end - span.start]
-                    offset = chunk_start - item.start
-                    embeddings[start + offset : end + offset] = features.to(embeddings.dtype)
+            for span, start, end in item.media():
+                features = item.state.media_features[span.media.digest][start - span.start : end - span.start]
+                offset = chunk_start - item.start
+                embeddings[start + offset : end + offset] = features.to(embeddings.dtype)
             chunk_start += item.end - item.start
         return embeddings
 

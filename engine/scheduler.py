@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.block_pool import BlockPool
-from engine.state import RequestState, Status
+from engine.state import MediaSpan, RequestState, Status
 
 if TYPE_CHECKING:
     from adapters.slots import SlotPool
@@ -30,6 +30,13 @@ class PlanItem:
     start: int
     end: int
     is_sampled: bool
+
+    def media(self) -> Iterator[tuple[MediaSpan, int, int]]:
+        """Spans of media that the tokens touch, each with the first place of theirs in it and the one after the last."""
+        for span in self.state.request.spans:
+            start, end = max(span.start, self.start), min(span.end, self.end)
+            if start < end:
+                yield span, start, end
 
 
 def _item(state: RequestState, num_tokens: int) -> PlanItem:

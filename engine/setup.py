@@ -22,7 +22,7 @@ from engine.config import EMBEDDED_ASSETS, EMBEDDED_MODEL, EngineConfig, LoRAMod
 from engine.cpu_linear import default_budget
 from engine.errors import InvalidRequest
 from engine.flight import FlightTokens
-from engine.graphs import DecodeGraphs
+from engine.graphs import StepGraphs
 from engine.kv_cache import KVCache
 from engine.model import BaseModel, load_model
 from kernels import HAS_TRITON, MAX_HEAD_DIM, LoraMetadata
@@ -167,7 +167,7 @@ def runs_ahead(config: EngineConfig, base: BaseModel) -> bool:
 
 
 def records_steps(config: EngineConfig, base: BaseModel) -> bool:
-    """Whether layers are compiled and decode steps recorded, as far as settings and model go."""
+    """Whether layers are compiled and steps recorded, as far as settings and model go."""
     if base.device.type != "cuda" or config.enforce_eager:
         return False
     if base.quantization is not None and not base.quantization.can_be_recorded:
@@ -219,18 +219,19 @@ def make_graphs(
     *,
     max_num_seqs: int,
     max_model_len: int,
-) -> DecodeGraphs | None:
-    """Decode steps to be recorded; None where every step is run launch by launch."""
+) -> StepGraphs | None:
+    """Steps to be recorded; None where every step is run launch by launch."""
     if not has_graphs(config, base):
         return None
-    return DecodeGraphs(
+    return StepGraphs(
         base, attention_step, lora_metadata, flight_tokens, max_num_seqs=max_num_seqs,
+        max_num_tokens=config.max_num_batched_tokens,
         max_blocks=-(-max_model_len // config.block_size), block_size=config.block_size,
     )  # fmt: skip
 
 
 def has_graphs(config: EngineConfig, base: BaseModel) -> bool:
-    """Whether layers are compiled and decode steps recorded."""
+    """Whether layers are compiled and steps recorded."""
     return records_steps(config, base) and HAS_TRITON and base.kv_shape.head_dim <= MAX_HEAD_DIM
 
 

@@ -1,6 +1,6 @@
 """Everything that is compiled or recorded, done once at start, so that no request waits for it; reports progress.
 
-Order matters: layers first, then the kernels' variants that prompts need, then the graphs of decode steps, which record
+Order matters: layers first, then the kernels' variants that prompts need, then the graphs of steps, which record
 both. Called by `engine/engine` on a GPU, unless `--enforce-eager` is set.
 """
 
@@ -12,18 +12,21 @@ from collections.abc import Callable, Mapping
 
 from engine.compiler import compile_decoder
 from engine.config import EngineConfig
-from engine.graphs import DecodeGraphs
+from engine.graphs import StepGraphs
 from engine.model import BaseModel
 from engine.runner import Runner
 from kernels import LoraMetadata
 
 logger = logging.getLogger(__name__)
 
+_CHUNK_SIZES = (4, 16)
+"""Tokens of the short pieces of prompts for which attention has tiles of its own."""
+
 
 def warm_up(
     base: BaseModel,
     runner: Runner,
-    graphs: DecodeGraphs,
+    graphs: StepGraphs,
     config: EngineConfig,
     lora_metadata: Mapping[str, LoraMetadata],
 ) -> None:
@@ -37,6 +40,7 @@ def warm_up(
     # Token counts which between them need every variant of the kernels.
     step_sizes = lora_metadata["decoder"].step_sizes if lora_metadata else [config.max_num_batched_tokens]
     families = (False, True) if lora_metadata else (False,)
+    step_sizes = sorted({*_CHUNK_SIZES, *step_sizes})
     stages: list[tuple[str, Callable[[], None]]] = []
     if base.quantization is None or base.quantization.can_be_compiled:
         stages.append(("layers", lambda: compile_decoder(base.decoder, runner.warm_up, max_tokens=max(step_sizes))))

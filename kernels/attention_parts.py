@@ -14,6 +14,10 @@ import triton.language as tl
 
 _LOG2E = math.log2(math.e)
 
+STEP_POINTERS = ["cu_query_len_ptr", "kv_len_ptr", "table_ptr", "kv_index_ptr"]
+"""Arguments of kernels that point into a step's tensors. How they are aligned differs from step to step, and for each
+combination Triton would compile a variant of its own, while requests wait; nothing is gained by it."""
+
 
 class Tile(NamedTuple):
     """How one program works: rows (query tokens times heads of a group), keys a turn, warps, pipeline depth."""

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.attention_parts import STEP_POINTERS
+
 _BLOCK = 1024
 
 
@@ -36,7 +38,7 @@ def write_kv_(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=STEP_POINTERS)
 def _write_kv_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, kv_index_ptr,
     stride_k_token, stride_k_head, stride_k_dim,

@@ -160,6 +160,8 @@ class AttentionMetadata:
         num_prompts: requests with several query tokens and no other keys, so whole prompts without a cached beginning;
             0 where the tensors are static, since a replay may be of other requests, and where tokens see what follows.
         max_prompt_len: tokens of the longest of them.
+        max_decodes, max_chunks, max_query_len: what launches are sized by: the numbers of requests with one query token and
+            with more, and the most of one. Of this batch, or of any that a recorded launch may be replayed on.
 
     Args:
         query_lens: B counts of query tokens; their sum is T.
@@ -171,6 +173,7 @@ class AttentionMetadata:
         mutual_spans: [T, 2] int32 or None, where the block table lies: `[start, end)` of the keys, counted in the
             request, that a token sees beside those before it; (0, 0) for none. Such a span is no longer than any
             window, and its keys are in the pool.
+        is_open: whether each row may have any number of query tokens at a replay.
     """
 
     def __init__(
@@ -181,13 +184,18 @@ class AttentionMetadata:
         block_size: int,
         tensors: AttentionTensors | None = None,
         mutual_spans: torch.Tensor | None = None,
+        *,
+        is_open: bool = False,
     ) -> None:
         self.query_lens = query_lens
         self.kv_lens = kv_lens
         self.block_size = block_size
         self.num_tokens = sum(query_lens)
         self.num_decodes = sum(query_len == 1 for query_len in query_lens)
-        self.max_query_len = max(query_lens, default=0)
+        num_rows = len(query_lens)
+        self.max_decodes = num_rows if is_open else self.num_decodes
+        self.max_chunks = num_rows if is_open else num_rows - self.num_decodes
+        self.max_query_len = self.num_tokens if is_open else max(query_lens, default=0)
         self.block_table = block_table
         pairs = zip(query_lens, kv_lens, strict=True)
         is_known = tensors is None and mutual_spans is None
@@ -228,12 +236,12 @@ class AttentionMetadata:
 
     @cached_property
     def prefills(self) -> list[Prefill]:
-        """Requests with several query tokens, in order."""
+        """Requests with several query tokens, in order, without padding."""
         starts = _prefix_sum(self.query_lens)
         return [
             Prefill(starts[row], starts[row + 1], self._pool_positions(row, self.kv_lens[row]))
             for row, query_len in enumerate(self.query_lens)
-            if query_len > 1
+            if query_len > 1 and self.kv_lens[row] > 0
         ]
 
     @cached_property
@@ -336,14 +344,36 @@ class AttentionBuffers:
         Returns:
             A view of the first `num_rows` rows, whose packed tokens are sum(query_lens) + num_rows - B.
         """
-        num_requests, width = block_table.shape
-        num_rows = num_requests if num_rows is None else num_rows
-        assert num_requests == len(query_lens) == len(kv_lens), "one row for each request"
+        num_rows = len(query_lens) if num_rows is None else num_rows
+        num_padding = num_rows - len(query_lens)
+        return self._fill(query_lens + [1] * num_padding, kv_lens + [0] * num_padding, block_table)
+
+    def fill_open(
+        self, query_lens: list[int], kv_lens: list[int], block_table: torch.Tensor, num_tokens: int
+    ) -> AttentionMetadata:
+        """`fill` for a step in which requests have any number of query tokens, B of them, less than `max_batch`.
+
+        Args:
+            query_lens, kv_lens, block_table: as in `fill`.
+            num_tokens: packed tokens of the view, at least sum(query_lens). The others are padding: one more row without
+                keys, for which `paged_attention` writes zeros.
+
+        Returns:
+            A view of all rows; those after the padding have no tokens. Launches are sized by `num_tokens` and `max_batch`.
+        """
+        num_padding, num_unused = num_tokens - sum(query_lens), self.max_batch - len(query_lens) - 1
+        assert num_padding >= 0 and num_unused >= 0, "buffers are too small"
+        lens = query_lens + [num_padding] + [0] * num_unused, kv_lens + [0] * (num_unused + 1)
+        return self._fill(*lens, block_table, is_open=True)
+
+    def _fill(
+        self, query_lens: list[int], kv_lens: list[int], block_table: torch.Tensor, *, is_open: bool = False
+    ) -> AttentionMetadata:
+        """Overwrite the buffers with these rows, of which the first have rows in `block_table`."""
+        num_rows, (num_requests, width) = len(query_lens), block_table.shape
+        assert len(kv_lens) == num_rows, "one row for each request"
         assert num_requests <= num_rows <= self.max_batch and width <= self.max_blocks, "buffers are too small"
-        device = self._lens.device
-        query_lens = query_lens + [1] * (num_rows - num_requests)
-        kv_lens = kv_lens + [0] * (num_rows - num_requests)
-        unused = self.max_batch - num_rows
+        device, unused = self._lens.device, self.max_batch - num_rows
         cu_query_len = _prefix_sum(query_lens)
         lens = [*cu_query_len, *[cu_query_len[-1]] * unused, *kv_lens, *[0] * unused]
         self._lens.copy_(_host_int32(lens, device), non_blocking=True)
@@ -355,7 +385,7 @@ class AttentionBuffers:
         tensors = AttentionTensors(
             self._cu_query_len[: num_rows + 1], self._kv_len[:num_rows], table, self.max_blocks * self.block_size
         )
-        return AttentionMetadata(query_lens, kv_lens, table, self.block_size, tensors)
+        return AttentionMetadata(query_lens, kv_lens, table, self.block_size, tensors, is_open=is_open)
 
 
 def _prefix_sum(lens: list[int]) -> list[int]:

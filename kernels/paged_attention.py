@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_parts import Tile, accumulate, load_rows, log2_scales, row_of_tile
+from kernels.attention_parts import STEP_POINTERS, Tile, accumulate, load_rows, log2_scales, row_of_tile
 from kernels.metadata import AttentionMetadata, AttentionTensors
 from kernels.prompt_attention import attend_prompts_, can_attend_prompts
 
@@ -70,9 +70,9 @@ def paged_attention(
     q, k_pool, v_pool = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k_pool, v_pool))
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     metadata = metadata.on(q.device)
-    if metadata.num_decodes:
+    if metadata.max_decodes:
         _attend_decodes(output, q, k_pool, v_pool, metadata, scale, window, soft_cap)
-    num_chunks = len(metadata.query_lens) - metadata.num_decodes
+    num_chunks = metadata.max_chunks
     has_prompts = k is not None and v is not None and can_attend_prompts(k, v, metadata, window)
     if has_prompts:
         assert k is not None and v is not None
@@ -133,15 +133,16 @@ def _attend_decodes(
     num_kv_heads = k_pool.shape[1]
     group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
     max_span = tensors.max_kv_len if window is None else min(window, tensors.max_kv_len)
-    splits, min_split_len = plan_splits(metadata.num_decodes, num_kv_heads, max_span, _num_processors(q.device))
+    splits, min_split_len = plan_splits(metadata.max_decodes, num_kv_heads, max_span, _num_processors(q.device))
     tile = decode_tile(group, block_d, q.dtype)
     # Where one split does all, the parts are neither written nor read.
     parts = (num_rows, num_heads, splits) if splits > 1 else (0, 0, 0)
     part_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     logit_scale, cap = log2_scales(scale, soft_cap)
-    # The merge is launched while the splits still run, and waits for them on the device.
-    is_overlapped = splits > 1 and _can_overlap(q.device)
+    # The merge is launched while the splits still run, and waits for them on the device. Whether there is a merge makes no
+    # variant of its own of the first kernel, which would be compiled when the first long request comes.
+    is_overlapped = _can_overlap(q.device)
     launch = {"launch_pdl": True} if is_overlapped else {}
     _decode_kernel[(num_kv_heads, splits, num_rows)](
         output, part_out, part_lse, q, k_pool, v_pool, *tensors[:3],
@@ -187,10 +188,10 @@ def _attend_prefills(
     assert spans is None or spans.is_contiguous()
     _prefill_kernel[(num_tiles * num_kv_heads,)](
         output, q, k_pool, v_pool, *tensors[:3], tensors.cu_query_len if spans is None else spans,
-        logit_scale, cap, window or 0, num_rows, num_kv_heads,
+        logit_scale, cap, window or 0, int(skips_prompts), num_rows, num_kv_heads,
         *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], tensors.block_table.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size, HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None, HAS_SPANS=spans is not None, SKIPS_PROMPTS=skips_prompts,
+        HAS_CAP=soft_cap is not None, HAS_SPANS=spans is not None,
         ROWS=tile.rows, TOKENS=tile_tokens, KEYS=tile.keys, BLOCK_D=block_d,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -244,7 +245,10 @@ def _split(  # type: ignore[no-untyped-def]
     return first, split_len, tl.cdiv(span, split_len)
 
 
-@triton.jit(do_not_specialize=["window", "splits", "min_split_len"])
+@triton.jit(
+    do_not_specialize=["window", "splits", "min_split_len", "stride_table"],
+    do_not_specialize_on_alignment=STEP_POINTERS,
+)
 def _decode_kernel(  # type: ignore[no-untyped-def]
     out_ptr, part_out_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, table_ptr,
     logit_scale, cap, window, splits, min_split_len,
@@ -301,7 +305,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["window", "splits", "min_split_len"])
+@triton.jit(do_not_specialize=["window", "splits", "min_split_len"], do_not_specialize_on_alignment=STEP_POINTERS)
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, part_out_ptr, part_lse_ptr, cu_query_len_ptr, kv_len_ptr, window, splits, min_split_len,
     stride_out_token, stride_out_head,
@@ -342,14 +346,17 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         tl.store(p_out, (b_out / total).to(out_ptr.dtype.element_ty), mask=o_dim < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["window", "num_rows"])
+@triton.jit(
+    do_not_specialize=["window", "skips_prompts", "num_rows", "stride_table"],
+    do_not_specialize_on_alignment=[*STEP_POINTERS, "span_ptr"],
+)
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     out_ptr, q_ptr, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, table_ptr, span_ptr,
-    logit_scale, cap, window, num_rows, num_kv_heads,
+    logit_scale, cap, window, skips_prompts, num_rows, num_kv_heads,
     stride_out_token, stride_out_head, stride_q_token, stride_q_head,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SPANS: tl.constexpr, SKIPS_PROMPTS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SPANS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """TOKENS queries of one request for the query heads of one KV head."""
@@ -366,7 +373,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if tile_start >= query_len:
         return
     kv_len = tl.load(kv_len_ptr + i_row)
-    if SKIPS_PROMPTS and kv_len == query_len:
+    if (skips_prompts != 0) & (kv_len == query_len):
         return
 
     o_row, o_dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)

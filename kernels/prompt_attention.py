@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.attention_parts import Tile, accumulate, load_rows, log2_scales, row_of_tile
+from kernels.attention_parts import STEP_POINTERS, Tile, accumulate, load_rows, log2_scales, row_of_tile
 from kernels.metadata import AttentionMetadata
 
 
@@ -92,7 +92,7 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=STEP_POINTERS)
 def _prompt_kernel(  # type: ignore[no-untyped-def]
     out_ptr, q_ptr, k_rows, v_rows, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, logit_scale, cap, num_rows, num_kv_heads,
     stride_out_token, stride_out_head, stride_q_token, stride_q_head, stride_k_token, stride_v_token,

@@ -209,7 +209,7 @@ def paged_attention(
     metadata = metadata.on(q.device)
     if metadata.num_decodes == metadata.num_tokens:
         return _attend_decodes(q, k_pool, v_pool, metadata, scale, window, soft_cap)
-    output = torch.empty_like(q)
+    output = torch.zeros_like(q) if 0 in metadata.kv_lens else torch.empty_like(q)
     if metadata.num_decodes:
         decode_q = q[metadata.decode_tokens]
         output[metadata.decode_tokens] = _attend_decodes(decode_q, k_pool, v_pool, metadata, scale, window, soft_cap)

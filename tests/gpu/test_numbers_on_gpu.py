@@ -4,6 +4,9 @@ bfloat16 and float32 against transformers and PEFT in float32 on the same device
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
+import kernels
 from engine import Engine, EngineConfig, SamplingParams
-from engine.batch import KV_INDEX, Batch
+from engine.batch import Batch
 from engine.config import LoRAModule
-from engine.graphs import DecodeGraphs
+from engine.graphs import StepGraphs
 from engine.request import TokenLogprob, TokenPrompt
 from tests.oracles import Oracle, random_ids
 
@@ -46,13 +51,19 @@ OWN_BOUNDS = {"float32": 1e-3, "bfloat16": 0.15}
 
 @contextmanager
 def running(
-    model: Path, adapters: dict[str, Path], root: Path, dtype: str, *, enforce_eager: bool = False
+    model: Path,
+    adapters: dict[str, Path],
+    root: Path,
+    dtype: str,
+    *,
+    enforce_eager: bool = False,
+    enable_prefix_caching: bool = False,
 ) -> Iterator[Engine]:
     engine = Engine(
         EngineConfig(
             model=str(model), device=DEVICE, dtype=dtype, kv_cache_memory_mb=64, enforce_eager=enforce_eager,
             lora_modules=[LoRAModule(name, str(path)) for name, path in adapters.items()],
-            max_loras=4, max_lora_rank=8, max_num_seqs=8, max_model_len=128, enable_prefix_caching=False,
+            max_loras=4, max_lora_rank=8, max_num_seqs=8, max_model_len=128, enable_prefix_caching=enable_prefix_caching,
             adapter_dir=str(root / "catalogue"),
         )
     )  # fmt: skip
@@ -87,39 +98,68 @@ def show(title: str, found: Sequence[float]) -> None:
 def test_a_replay_equals_its_launches_bit_for_bit(
     llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each decode step is run twice: replayed, and launch by launch on the same padded buffers.
+    """Each step is run twice: replayed, and launch by launch on the same padded buffers.
 
     Whole engines cannot agree to the last bit: without graphs a batch is not padded, layers are not compiled, and attention
     is split by the keys at hand rather than by capacity.
     """
-    sizes: list[int] = []
-    unequal: list[tuple[int, float]] = []
-    replay = DecodeGraphs.run
+    sizes: list[tuple[bool, int]] = []
+    unequal: list[tuple[bool, int, float]] = []
+    replay = StepGraphs.run
 
-    def run_both(graphs: DecodeGraphs, batch: Batch) -> torch.Tensor:
-        replayed = replay(graphs, batch).clone()
-        launched = launch(graphs, batch)
-        sizes.append(replayed.shape[0])
-        if not torch.equal(replayed, launched):
-            unequal.append((replayed.shape[0], float((replayed - launched).abs().max())))
-        return replayed
+    def run_both(graphs: StepGraphs, batch: Batch) -> torch.Tensor:
+        logits = replay(graphs, batch).clone()
+        kind = batch.is_decode, batch.num_tokens
+        # The inputs are in the graphs' buffers already, and LoRA's where the batch has any.
+        graphs._update_lora(
+            ("decoder", "head") if batch.is_decode else ("decoder",), batch.lora_segments, batch.num_tokens
+        )
+        replayed = graphs._recordings[(*kind, bool(batch.lora_segments))].replay().clone()
+        launched = graphs.launch(batch.num_tokens, batch.is_decode)
+        sizes.append(kind)
+        num_rows = len(batch.query_lens) if batch.is_decode else sum(batch.query_lens)
+        if not torch.equal(replayed[:num_rows], launched[:num_rows]):
+            unequal.append((*kind, float((replayed - launched)[:num_rows].abs().max())))
+        return logits
 
-    monkeypatch.setattr(DecodeGraphs, "run", run_both)
+    monkeypatch.setattr(StepGraphs, "run", run_both)
     for dtype in ("float32", "bfloat16"):
         with running(llama_dir, llama_adapters, tmp_path, dtype) as engine:
             for cases in (MIXED, BASE, SINGLE[:3], MIXED[2:3], MIXED):
                 scores(engine, cases)
-    assert {1, 3, 6} <= set(sizes), "the graphs did not run"
+    assert {1, 4, 8} <= {size for is_decode, size in sizes if is_decode}, "the graphs of decodes did not run"
+    assert len({size for is_decode, size in sizes if not is_decode}) > 2, "the graphs of prompts did not run"
     assert unequal == []
 
 
-def launch(graphs: DecodeGraphs, batch: Batch) -> torch.Tensor:
-    """What `DecodeGraphs.run` has just replayed, launch by launch; its inputs are in the graphs' buffers already."""
-    size = batch.num_tokens
-    graphs._attention_step.metadata = graphs._buffers.fill(batch.query_lens, batch.kv_lens, batch.block_table, size)
-    graphs._attention_step.kv_index = graphs._inputs_of(size)[KV_INDEX]
-    graphs._update_lora(batch.lora_segments, size)
-    return graphs._forward(size)[: len(batch.sampled)]
+def test_nothing_is_compiled_once_the_engine_is_ready(
+    llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lengths, adapters and cached beginnings come together, recorded or launched kernel by kernel."""
+    monkeypatch.setattr("engine.graphs._MIXED_SIZES", (16,))  # all larger steps are launched
+    with running(llama_dir, llama_adapters, tmp_path, "bfloat16", enable_prefix_caching=True) as engine:
+        scores(engine, MIXED[:1])  # The sampler has no part in it.
+        before = compiled_variants()
+        rng = random.Random(0)
+        names = [None, *llama_adapters]
+        for num_requests in (1, 2, 3, 7, 8, 8, 8):
+            scores(
+                engine,
+                [(random_ids(rng.randint(1, 110), rng.randint(0, 5)), rng.choice(names)) for _ in range(num_requests)],
+            )
+        assert compiled_variants() == before
+
+
+def compiled_variants() -> dict[str, int]:
+    """How many variants of each of our Triton kernels have been compiled in this process."""
+    modules = [importlib.import_module(f"kernels.{info.name}") for info in pkgutil.iter_modules(kernels.__path__)]
+    jitted = {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
+    }
+    return {name: sum(len(caches[0]) for caches in kernel.device_caches.values()) for name, kernel in jitted.items()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -232,6 +232,24 @@ def check_padded_buffers(device: str) -> None:
     assert torch.equal(output[3:], torch.zeros_like(output[3:]))
 
 
+def check_open_buffers(device: str) -> None:
+    """Any mix of rows in buffers of fixed addresses, with padding that is one row, and rows without tokens."""
+    case = Case([1, 19, 1, 3, 2], [70, 19, 1, 33, 66], group=2)
+    world = make_world(case, torch.float32, device)
+    expected = naive_attention(case, world, 0.3)
+    num_tokens, buffers = world.q.shape[0], AttentionBuffers(8, 30, case.block_size, torch.device(device))
+    lens = list(case.query_lens), list(case.kv_lens)
+    for num_padding in (0, 1, 6):
+        padding = torch.full((num_padding, *world.q.shape[1:]), 7.0, device=device)
+        padded = replace(world, q=torch.cat((world.q[:num_tokens], padding)))
+        metadata = buffers.fill_open(*lens, world.block_table, num_tokens + num_padding)
+        output = attend(case, padded, metadata, 0.3)
+        assert relative_error(output[:num_tokens], expected) < 1e-5
+        assert torch.equal(output[num_tokens:], torch.zeros_like(padding))
+    empty = buffers.fill_open([], [], torch.zeros(0, 1, dtype=torch.int64), 4)
+    assert not attend(case, replace(world, q=world.q[:4]), empty, 0.3).any()
+
+
 if IS_INTERPRETED:  # else they do not exist: a test that is always skipped in a run says nothing in it
 
     @pytest.mark.parametrize("case", CASES, ids=str)
@@ -249,12 +267,15 @@ if IS_INTERPRETED:  # else they do not exist: a test that is always skipped in a
     def test_padded_rows_of_static_buffers_are_zeros() -> None:
         check_padded_buffers("cpu")
 
+    def test_rows_of_any_kind_in_static_buffers() -> None:
+        check_open_buffers("cpu")
+
 
 @pytest.mark.skipif(IS_INTERPRETED or torch.cuda.is_available(), reason="the sweep runs here, or on the GPU")
 @pytest.mark.timeout(600)  # A minute of one core, which others may be using too.
 def test_the_sweep_passes_under_the_interpreter() -> None:
     printed = run_interpreted("-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__)
-    assert f"{len(CASES) + 5} passed" in printed, printed[-1000:]
+    assert f"{len(CASES) + 6} passed" in printed, printed[-1000:]
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs no kernel")
@@ -309,6 +330,9 @@ class TestOnGpu:
 
     def test_padded_rows_of_static_buffers_are_zeros(self) -> None:
         check_padded_buffers("cuda")
+
+    def test_rows_of_any_kind_in_static_buffers(self) -> None:
+        check_open_buffers("cuda")
 
     def test_building_metadata_does_not_wait_for_the_device(self) -> None:
         case = Case(*MIXED)
