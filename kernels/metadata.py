@@ -17,6 +17,7 @@ from kernels import tuning
 
 NULL_BLOCK = 0
 """The block that padded reads point at: never handed out, always zero."""
+MAX_KV_HEADS = 128
 
 
 class LoraSegment(NamedTuple):
@@ -174,6 +175,7 @@ class AttentionMetadata:
             request, that a token sees beside those before it; (0, 0) for none. Such a span is no longer than any
             window, and its keys are in the pool.
         is_open: whether each row may have any number of query tokens at a replay.
+        arrivals: see the property, where static tensors have one.
     """
 
     def __init__(
@@ -186,8 +188,10 @@ class AttentionMetadata:
         mutual_spans: torch.Tensor | None = None,
         *,
         is_open: bool = False,
+        arrivals: torch.Tensor | None = None,
     ) -> None:
         self.query_lens = query_lens
+        self._arrivals = arrivals
         self.kv_lens = kv_lens
         self.block_size = block_size
         self.num_tokens = sum(query_lens)
@@ -233,6 +237,17 @@ class AttentionMetadata:
             max_kv_len = max(self.kv_lens, default=0)
             self._tensors = AttentionTensors(lens[: num_rows + 1], lens[num_rows + 1 :], table, max_kv_len)
         return self._tensors
+
+    @property
+    def arrivals(self) -> torch.Tensor:
+        """[B, 128] int32 where the block table lies: how many of its splits have ended, for each request and KV head.
+
+        Zeros whenever no launch runs; launches on this batch must follow one another.
+        """
+        if self._arrivals is None:
+            shape = len(self.query_lens), MAX_KV_HEADS
+            self._arrivals = torch.zeros(shape, dtype=torch.int32, device=self.block_table.device)
+        return self._arrivals
 
     @cached_property
     def prefills(self) -> list[Prefill]:
@@ -329,6 +344,7 @@ class AttentionBuffers:
         self._lens = torch.zeros(2 * max_batch + 1, dtype=torch.int32, device=device)
         self._cu_query_len, self._kv_len = self._lens[: max_batch + 1], self._lens[max_batch + 1 :]
         self._block_table = torch.full((max_batch, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(max_batch, MAX_KV_HEADS, dtype=torch.int32, device=device)
 
     def fill(
         self, query_lens: list[int], kv_lens: list[int], block_table: torch.Tensor, num_rows: int | None = None
@@ -385,7 +401,9 @@ class AttentionBuffers:
         tensors = AttentionTensors(
             self._cu_query_len[: num_rows + 1], self._kv_len[:num_rows], table, self.max_blocks * self.block_size
         )
-        return AttentionMetadata(query_lens, kv_lens, table, self.block_size, tensors, is_open=is_open)
+        return AttentionMetadata(
+            query_lens, kv_lens, table, self.block_size, tensors, is_open=is_open, arrivals=self._arrivals[:num_rows]
+        )
 
 
 def _prefix_sum(lens: list[int]) -> list[int]:

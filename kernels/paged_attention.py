@@ -1,7 +1,7 @@
 """Triton twin of `reference.paged_attention`: attention over the paged KV pools, for decodes and prefill chunks alike.
 
-Decodes (one query token) split a request's keys over several programs and merge the parts in a fixed order
-(flash-decoding, Dao et al. 2023); prefill chunks use tiles of queries with an online softmax (FlashAttention-2, Dao 2023).
+Decodes (one query token) split a request's keys over several programs, of which the last to end merges the parts, in a
+fixed order (flash-decoding, Dao et al. 2023; arrivals are counted as in CUDA's threadFenceReduction sample); prefill chunks use tiles of queries with an online softmax (FlashAttention-2, Dao 2023).
 Both pack the query heads that share a KV head into the rows of one tile. Called through `kernels`.
 
 Dimension letters: T packed tokens, B requests, M blocks of the longest request, P block size, D head dim, Hq/Hkv
@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 
 from kernels.attention_parts import STEP_POINTERS, Tile, accumulate, load_rows, log2_scales, row_of_tile
-from kernels.metadata import AttentionMetadata, AttentionTensors
+from kernels.metadata import MAX_KV_HEADS, AttentionMetadata, AttentionTensors
 from kernels.prompt_attention import attend_prompts_, can_attend_prompts
 
 MAX_HEAD_DIM = 256
 _MAX_SPLIT_LEN = 4096
 _MAX_SPLITS = 64
 _PROGRAMS_PER_PROCESSOR = 2
-_MERGE_SPLITS = 16
-_MAX_MERGE_PROGRAMS = 1024
+_MERGE_NUMBERS = 8192
+"""Numbers of splits' parts that a program holds at once while it merges them: 64 registers a thread."""
 
 
 def paged_attention(
@@ -64,7 +64,10 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.dtype == k_pool.dtype == v_pool.dtype, "queries and pools differ in dtype"
-    assert num_heads % k_pool.shape[1] == 0 and head_dim <= MAX_HEAD_DIM, "unsupported heads"
+    num_kv_heads = k_pool.shape[1]
+    assert num_heads % num_kv_heads == 0 and num_kv_heads <= MAX_KV_HEADS and head_dim <= MAX_HEAD_DIM, (
+        "unsupported heads"
+    )
     assert num_tokens == metadata.num_tokens, "the metadata is of another batch"
     assert scale > 0 and (soft_cap is None or soft_cap > 0), "factors of the logits must be positive"
     q, k_pool, v_pool = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k_pool, v_pool))
@@ -140,26 +143,16 @@ def _attend_decodes(
     part_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     logit_scale, cap = log2_scales(scale, soft_cap)
-    # The merge is launched while the splits still run, and waits for them on the device. Whether there is a merge makes no
-    # variant of its own of the first kernel, which would be compiled when the first long request comes.
-    is_overlapped = _can_overlap(q.device)
-    launch = {"launch_pdl": True} if is_overlapped else {}
+    heads = triton.next_power_of_2(group)
     _decode_kernel[(num_kv_heads, splits, num_rows)](
-        output, part_out, part_lse, q, k_pool, v_pool, *tensors[:3],
+        output, part_out, part_lse, q, k_pool, v_pool, *tensors[:3], metadata.arrivals,
         logit_scale, cap, window or 0, splits, min_split_len,
         *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], tensors.block_table.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size, HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d, IS_OVERLAPPED=is_overlapped,
+        HAS_CAP=soft_cap is not None, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
+        ARRIVALS=metadata.arrivals.stride(0), HEADS=heads, MERGE_SPLITS=max(1, _MERGE_NUMBERS // (heads * block_d)),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    if splits > 1:
-        # Most rows of a large batch have nothing to merge: few programs find that out sooner.
-        heads_each = 1 if num_rows * num_heads <= _MAX_MERGE_PROGRAMS else group
-        _merge_kernel[(num_heads // heads_each, num_rows)](
-            output, part_out, part_lse, *tensors[:2], window or 0, splits, min_split_len, *output.stride()[:2],
-            HEADS=heads_each, HEAD_DIM=head_dim, HAS_WINDOW=window is not None, KEYS=tile.keys, BLOCK_D=block_d,
-            MAX_SPLITS=_MAX_SPLITS, MERGE_SPLITS=_MERGE_SPLITS, IS_OVERLAPPED=is_overlapped, num_warps=4, **launch,
-        )  # fmt: skip
 
 
 def _attend_prefills(
@@ -208,12 +201,6 @@ def _has_room(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
-@cache
-def _can_overlap(device: torch.device) -> bool:
-    """Whether the device knows programmatic dependent launch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 @triton.jit
 def _load_blocks(p_table, o_key, end, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """[KEYS] blocks of a request's positions `o_key`, the null block from `end` on."""
@@ -245,21 +232,53 @@ def _split(  # type: ignore[no-untyped-def]
     return first, split_len, tl.cdiv(span, split_len)
 
 
+@triton.jit
+def _merge(  # type: ignore[no-untyped-def]
+    part_out_ptr, part_lse_ptr, o_parts, m_head, num_active,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """[HEADS, BLOCK_D]: the mean of a decode's splits, weighted by their sums of weights, in the order of the splits.
+
+    `o_parts` [HEADS] is where each head's parts begin. Other processors wrote them: the nearest cache may be stale.
+    """
+    o_dim = tl.arange(0, BLOCK_D)
+    b_out = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    b_total = tl.zeros([HEADS], tl.float32)
+    b_max = tl.full([HEADS], float("-inf"), tl.float32)
+    for turn in range(0, num_active, MERGE_SPLITS):
+        o_split = turn + tl.arange(0, MERGE_SPLITS)
+        # [MERGE_SPLITS, HEADS]
+        m_part = (o_split < num_active)[:, None] & m_head[None, :]
+        o_part = o_parts[None, :] + o_split[:, None]
+        b_lse = tl.load(part_lse_ptr + o_part, mask=m_part, other=float("-inf"), cache_modifier=".cg")
+        b_new_max = tl.maximum(b_max, tl.max(b_lse, 0))
+        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_weight = tl.exp2(b_lse - b_shift[None, :])
+        b_decay = tl.exp2(b_max - b_shift)
+        # [MERGE_SPLITS, HEADS, BLOCK_D]
+        p_part = part_out_ptr + o_part[:, :, None] * HEAD_DIM + o_dim[None, None, :]
+        m_row = m_part[:, :, None] & (o_dim < HEAD_DIM)[None, None, :]
+        b_part = tl.load(p_part, mask=m_row, other=0.0, cache_modifier=".cg")
+        b_out = b_out * b_decay[:, None] + tl.sum(b_part * b_weight[:, :, None], 0)
+        b_total = b_total * b_decay + tl.sum(b_weight, 0)
+        b_max = b_new_max
+    return b_out / tl.where(b_total == 0.0, 1.0, b_total)[:, None]
+
+
 @triton.jit(
     do_not_specialize=["window", "splits", "min_split_len", "stride_table"],
     do_not_specialize_on_alignment=STEP_POINTERS,
 )
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, part_out_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, table_ptr,
+    out_ptr, part_out_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, table_ptr, arrivals_ptr,
     logit_scale, cap, window, splits, min_split_len,
     stride_out_token, stride_out_head, stride_q_token, stride_q_head,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    HAS_CAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ARRIVALS: tl.constexpr, HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One split of one decode's keys for the query heads of one KV head."""
-    if IS_OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
+    """One split of one decode's keys for the query heads of one KV head; the last split to end merges all of them."""
     i_kv_head, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
     token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
@@ -300,50 +319,23 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         o_part = (i_row * GROUP * tl.num_programs(0) + o_head) * splits + i_split
         tl.store(part_out_ptr + o_part[:, None] * HEAD_DIM + o_dim[None, :], b_out, mask=m_out)
         tl.store(part_lse_ptr + o_part, b_max + tl.log2(b_sum), mask=m_head)
+        # All of this program's parts are written before it counts itself, and all of the others' before the last one reads.
+        tl.debug_barrier()
+        p_arrivals = arrivals_ptr + i_row * ARRIVALS + i_kv_head
+        if tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu") == num_active - 1:
+            tl.store(p_arrivals, 0)
+            o_merged = i_kv_head * GROUP + tl.arange(0, HEADS)
+            m_merged = tl.arange(0, HEADS) < GROUP
+            o_parts = (i_row * GROUP * tl.num_programs(0) + o_merged) * splits
+            b_merged = _merge(
+                part_out_ptr, part_lse_ptr, o_parts, m_merged, num_active, HEAD_DIM, BLOCK_D, HEADS, MERGE_SPLITS
+            )
+            p_merged = out_ptr + token * stride_out_token + o_merged[:, None] * stride_out_head + o_dim[None, :]
+            m_merged_out = m_merged[:, None] & (o_dim[None, :] < HEAD_DIM)
+            tl.store(p_merged, b_merged.to(out_ptr.dtype.element_ty), mask=m_merged_out)
     else:
         p_out = out_ptr + token * stride_out_token + o_head[:, None] * stride_out_head + o_dim[None, :]
         tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
-
-
-@triton.jit(do_not_specialize=["window", "splits", "min_split_len"], do_not_specialize_on_alignment=STEP_POINTERS)
-def _merge_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, part_out_ptr, part_lse_ptr, cu_query_len_ptr, kv_len_ptr, window, splits, min_split_len,
-    stride_out_token, stride_out_head,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
-):  # fmt: skip
-    """HEADS heads of one decode: the mean of its splits, weighted by their sums of weights."""
-    i_row = tl.program_id(1).to(tl.int64)
-    token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
-    query_len = tl.load(cu_query_len_ptr + i_row + 1) - token
-    _, _, num_active = _split(tl.load(kv_len_ptr + i_row), window, splits, min_split_len, HAS_WINDOW, KEYS)
-    if IS_OVERLAPPED:
-        # Before any return: what follows on the stream waits for this kernel alone.
-        tl.extra.cuda.gdc_wait()
-    if query_len != 1:
-        return
-    if num_active <= 1:
-        return
-    o_all, o_dim = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
-    for i in range(HEADS):
-        i_head = tl.program_id(0).to(tl.int64) * HEADS + i
-        o_part = (i_row * tl.num_programs(0) * HEADS + i_head) * splits
-        largest = tl.max(tl.load(part_lse_ptr + o_part + o_all, mask=o_all < num_active, other=float("-inf")), 0)
-        b_out = tl.zeros([BLOCK_D], tl.float32)
-        total = 0.0
-        for turn in range(0, num_active, MERGE_SPLITS):
-            o_split = turn + tl.arange(0, MERGE_SPLITS)
-            m_split = o_split < num_active
-            # [MERGE_SPLITS]
-            b_lse = tl.load(part_lse_ptr + o_part + o_split, mask=m_split, other=float("-inf"))
-            b_weight = tl.exp2(b_lse - largest)
-            # [MERGE_SPLITS, BLOCK_D]
-            p_part = part_out_ptr + (o_part + o_split)[:, None] * HEAD_DIM + o_dim[None, :]
-            b_part = tl.load(p_part, mask=m_split[:, None] & (o_dim[None, :] < HEAD_DIM), other=0.0)
-            b_out += tl.sum(b_part * b_weight[:, None], 0)
-            total += tl.sum(b_weight, 0)
-        p_out = out_ptr + token * stride_out_token + i_head * stride_out_head + o_dim
-        tl.store(p_out, (b_out / total).to(out_ptr.dtype.element_ty), mask=o_dim < HEAD_DIM)
 
 
 @triton.jit(
