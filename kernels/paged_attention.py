@@ -1,7 +1,8 @@
 """Triton twin of `reference.paged_attention`: attention over the paged KV pools, for decodes and prefill chunks alike.
 
 Decodes (one query token) split a request's keys over several programs, of which the last to end merges the parts, in a
-fixed order (flash-decoding, Dao et al. 2023; arrivals are counted as in CUDA's threadFenceReduction sample); prefill chunks use tiles of queries with an online softmax (FlashAttention-2, Dao 2023).
+fixed order (flash-decoding, Dao et al. 2023; arrivals are counted as in CUDA's threadFenceReduction sample). Prefill chunks
+use tiles of queries with an online softmax (FlashAttention-2, Dao 2023).
 Both pack the query heads that share a KV head into the rows of one tile. Called through `kernels`.
 
 Dimension letters: T packed tokens, B requests, M blocks of the longest request, P block size, D head dim, Hq/Hkv
