@@ -151,7 +151,8 @@ def _attend_decodes(
         *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], tensors.block_table.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size, HAS_WINDOW=window is not None,
         HAS_CAP=soft_cap is not None, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
-        ARRIVALS=metadata.arrivals.stride(0), HEADS=heads, MERGE_SPLITS=max(1, _MERGE_NUMBERS // (heads * block_d)),
+        ARRIVALS=metadata.arrivals.stride(0), HEADS=heads,
+        MERGE_SPLITS=max(1, min(_MAX_SPLITS, _MERGE_NUMBERS // (heads * block_d))),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
