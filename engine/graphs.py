@@ -9,10 +9,12 @@ replays, since only the contents of fixed buffers change. Called by `engine/runn
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +62,8 @@ class Recording:
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # What other threads do meanwhile is no part of the graph, and no fault of it.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._output = compute()
         self.pool: Any = self._graph.pool()
 
@@ -116,15 +119,16 @@ class StepGraphs:
         started = time.perf_counter()
         families = (False, True) if self._lora_metadata else (False,)
         pool: Any = None
-        for is_decode, sizes in ((False, self._mixed_sizes), (True, self._decode_sizes)):
-            for size in reversed(sizes):
-                for has_lora in families:
-                    self._prepare(size, is_decode=is_decode, has_lora=has_lora)
-                    recording = Recording(functools.partial(self.launch, size, is_decode), pool)
-                    pool = recording.pool
-                    self._recordings[is_decode, size, has_lora] = recording
-                kind = "decodes" if is_decode else "tokens"
-                logger.info("event=graph_recorded %s=%d families=%d", kind, size, len(families))
+        with _nothing_collected():
+            for is_decode, sizes in ((False, self._mixed_sizes), (True, self._decode_sizes)):
+                for size in reversed(sizes):
+                    for has_lora in families:
+                        self._prepare(size, is_decode=is_decode, has_lora=has_lora)
+                        recording = Recording(functools.partial(self.launch, size, is_decode), pool)
+                        pool = recording.pool
+                        self._recordings[is_decode, size, has_lora] = recording
+                    kind = "decodes" if is_decode else "tokens"
+                    logger.info("event=graph_recorded %s=%d families=%d", kind, size, len(families))
         self._update_lora(("decoder", "head"), (), 0)
         logger.info("event=graphs_ready graphs=%d seconds=%.1f", len(self._recordings), time.perf_counter() - started)
 
@@ -187,3 +191,16 @@ class StepGraphs:
         for part in parts:
             if part in self._lora_metadata:
                 self._lora_metadata[part].update(segments, num_tokens)
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What the garbage collector finds while a graph is recorded may belong to the device, and freeing it breaks the graph."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -65,6 +65,8 @@ _RECORDED = frozenset({"torchao", "compressed-tensors"})
 _NOT_COMPILED = re.compile(r"int8-dynamic|Int8Dynamic\w*|compressed-tensors")
 """Methods, and torchao's names of them in checkpoints, whose products the compiler breaks (torch has none of int8 for 16 rows
 and fewer, which torchao pads outside compiled code) or cannot read (float8 ones of compressed-tensors layers)."""
+_NOT_RECORDED = re.compile(r"int8-dynamic|Int8Dynamic\w*")
+"""Those of them whose products, outside compiled code, look at numbers on the device, which no graph can record."""
 _LOADED_PLAIN = frozenset({"gguf"})
 """Methods that are loaded without `device_map`, which is what needs accelerate on a GPU."""
 _UNPACKED = frozenset({"compressed-tensors", "fp8"})
@@ -203,20 +205,16 @@ def _as_declared(method: str, declared: dict[str, Any], device: torch.device) ->
         can_be_recorded = bool(declared.get("load_in_4bit"))
         # It says at each product of each layer that it rounds its input.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    names, is_unpacked = f"{method} {declared.get('quant_type')}", bool(declared.get("dequantize"))
     return Quantization(
         method,
         declared=declared,
         loading={} if device.type == "cpu" else {"device_map": {"": device}},
         bits=_declared_bits(method, declared),
-        is_unpacked=bool(declared.get("dequantize")),
-        can_be_recorded=can_be_recorded or bool(declared.get("dequantize")),
-        can_be_compiled=_can_be_compiled(method, declared),
+        is_unpacked=is_unpacked,
+        can_be_recorded=is_unpacked or (can_be_recorded and _NOT_RECORDED.search(names) is None),
+        can_be_compiled=is_unpacked or _NOT_COMPILED.search(names) is None,
     )
-
-
-def _can_be_compiled(method: str, declared: Mapping[str, Any]) -> bool:
-    names = f"{method} {declared.get('quant_type')}"
-    return bool(declared.get("dequantize")) or _NOT_COMPILED.search(names) is None
 
 
 def _has_hub_kernels() -> bool:
@@ -268,7 +266,12 @@ def _on_the_fly(
     if device.type != "cpu":
         loading["device_map"] = {"": device}
     return Quantization(
-        asked, loading=loading, torchao=torchao, bits=ON_THE_FLY[asked], can_be_compiled=_can_be_compiled(asked, {})
+        asked,
+        loading=loading,
+        torchao=torchao,
+        bits=ON_THE_FLY[asked],
+        can_be_recorded=_NOT_RECORDED.search(asked) is None,
+        can_be_compiled=_NOT_COMPILED.search(asked) is None,
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
+from transformers.utils import is_torchvision_available
 
 from engine.crops import CropRules, cut_into_crops
 
@@ -125,13 +126,14 @@ def media_config(architecture: str, text: Mapping[str, Any]) -> Any:
 def save_processor(architecture: str, tokenizer: Any, folder: Path) -> None:
     """Save the processor's files as checkpoints hold them."""
     if architecture == GEMMA:
-        images = transformers.Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
-        transformers.Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
+        transformers.Gemma3Processor(_gemma_images(), tokenizer, image_seq_length=4).save_pretrained(folder)
     elif architecture == LLAVA:
-        size = {"height": 24, "width": 24}
-        images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size=size)
         transformers.LlavaProcessor(
-            images, tokenizer, patch_size=6, vision_feature_select_strategy="default", num_additional_image_tokens=1
+            _llava_images(),
+            tokenizer,
+            patch_size=6,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
         ).save_pretrained(folder)
     elif architecture == QWEN_AUDIO:
         transformers.Qwen2AudioProcessor(_whisper(architecture), tokenizer).save_pretrained(folder)
@@ -165,12 +167,9 @@ def media_inputs(architecture: str, media: Sequence[np.ndarray | Image.Image]) -
         if architecture == PHI:
             inputs |= _phi_images(images)
         elif architecture == GEMMA:
-            made = transformers.Gemma3ImageProcessorPil(size={"height": 24, "width": 24})(images, return_tensors="pt")
-            inputs["pixel_values"] = made["pixel_values"]
+            inputs["pixel_values"] = _gemma_images()(images, return_tensors="pt")["pixel_values"]
         elif architecture == LLAVA:
-            size = {"height": 24, "width": 24}
-            processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size=size)
-            inputs["pixel_values"] = processor(images, return_tensors="pt")["pixel_values"]
+            inputs["pixel_values"] = _llava_images()(images, return_tensors="pt")["pixel_values"]
         else:
             inputs |= dict(_qwen_images()(images, return_tensors="pt"))
     if clips and architecture == PHI:
@@ -226,8 +225,22 @@ def _phi_images(images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
     return {"image_pixel_values": pixels, "image_attention_mask": mask, "image_sizes": sizes}
 
 
+def _processor_class(name: str) -> Any:
+    """The form that transformers takes by itself: torchvision's, which rounds pixels otherwise than PIL's, where it is there."""
+    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil")
+
+
+def _gemma_images() -> Any:
+    return _processor_class("Gemma3ImageProcessor")(size={"height": 24, "width": 24})
+
+
+def _llava_images() -> Any:
+    size = {"height": 24, "width": 24}
+    return _processor_class("CLIPImageProcessor")(size={"shortest_edge": 24}, crop_size=size)
+
+
 def _qwen_images() -> Any:
-    return transformers.Qwen2VLImageProcessorPil(
+    return _processor_class("Qwen2VLImageProcessor")(
         patch_size=4, merge_size=2, size={"shortest_edge": 8 * 8 * 2, "longest_edge": 8 * 8 * 12}
     )
 

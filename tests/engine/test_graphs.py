@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -162,3 +164,41 @@ def test_sizes_go_up_to_what_a_step_may_hold() -> None:
     assert mixed_sizes(40) == [16, 32, 40]
     assert mixed_sizes(8) == [8]
     assert mixed_sizes(8192)[-1] == 1024
+
+
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.alive.append(1)
+
+    alive: ClassVar[list[int]] = []
+
+    def __del__(self) -> None:
+        self.alive.pop()
+
+
+def test_nothing_is_collected_while_steps_are_recorded(
+    llama_dir: Path, tmp_path: Path, sizes: Counter[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage may own memory and events of the device, and freeing those breaks the graph that is being recorded."""
+    alive: list[int] = []
+
+    def litter(graphs: StepGraphs, size: int, is_decode: bool) -> torch.Tensor:
+        Cycle()
+        alive.append(len(Cycle.alive))
+        return launch(graphs, size, is_decode)
+
+    launch = StepGraphs.launch
+    monkeypatch.setattr(StepGraphs, "launch", litter)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        make_engine(llama_dir, {}, tmp_path).close()
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(alive) > 4 and alive == list(range(1, len(alive) + 1))
+    gc.collect()
+    assert not Cycle.alive

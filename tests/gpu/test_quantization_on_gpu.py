@@ -91,7 +91,7 @@ def test_tokens_are_the_likeliest_of_peft_on_the_same_quantised_model(
         has_graphs = engine._loop._runner._graphs is not None
     finally:
         engine.close()
-    assert has_graphs != enforce_eager
+    assert has_graphs == (not enforce_eager and method != "int8-dynamic")  # Its products look at numbers on the device.
     models = {None: load(folder, asked), "all": PeftModel.from_pretrained(load(folder, asked), adapter).eval()}
     gaps = []
     for ids, name, answer in zip(PROMPTS, NAMES, answers, strict=True):
