@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from kernels import LoraMetadata, lora_add_group_, lora_product, paged_attention, scale_shift_, write_kv_
+from kernels import LoraMetadata, lora_add_group_, lora_product, paged_attention, scale_shift_
 
 if TYPE_CHECKING:
     from engine.attention import AttentionStep
@@ -59,10 +59,10 @@ def attend(
         [T, Hq, D].
     """
     assert step.metadata is not None and step.kv_index is not None, "attention ran outside a step"
-    write_kv_(key, value, k_pool, v_pool, step.kv_index)
     return paged_attention(
-        query, k_pool, v_pool, step.metadata, scale=scale, window=window, soft_cap=soft_cap, k=key, v=value
-    )
+        query, k_pool, v_pool, step.metadata,
+        scale=scale, window=window, soft_cap=soft_cap, k=key, v=value, kv_index=step.kv_index,
+    )  # fmt: skip
 
 
 @torch.library.custom_op(

@@ -236,27 +236,30 @@ def paged_attention(
     soft_cap: float | None = None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    kv_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out[t] = softmax(scale * q[t] . K) V` over the keys of t's own request at positions up to t's (and in the window).
 
     Args:
         q: [T, Hq, D], the pools' dtype; Hq is a multiple of the pools' Hkv.
-        k_pool, v_pool: [num_blocks * P, Hkv, D], this step's tokens already written.
+        k_pool, v_pool: [num_blocks * P, Hkv, D].
         metadata: the packed batch.
         scale: factor of the logits.
         window: sliding window in keys, the query's own included; None means all.
         soft_cap: logits x become `soft_cap * tanh(x / soft_cap)`; None leaves them.
-        k, v: [T, Hkv, D], what this step wrote to the pools: on a GPU, prompts of which nothing was cached read their
-            keys and values here, which is faster than through the block table. The result is the same without.
+        k, v: [T, Hkv, D], this step's keys and values: on a GPU, prompts of which nothing was cached read them here, which
+            is faster than through the block table. The result is the same without.
+        kv_index: [T] int64, all different: k and v are written to these places of the pools first (on a GPU -1 is no
+            place); None where they lie there already.
 
     Returns:
         [T, Hq, D], every row written.
     """
-    if HAS_TRITON and q.is_cuda and q.shape[-1] <= MAX_HEAD_DIM:
-        return _paged_attention.paged_attention(
-            q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap, k=k, v=v
-        )
-    return reference.paged_attention(q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap)
+    is_known = HAS_TRITON and q.is_cuda and q.shape[-1] <= MAX_HEAD_DIM
+    attend = _paged_attention.paged_attention if is_known else reference.paged_attention
+    return attend(
+        q, k_pool, v_pool, metadata, scale=scale, window=window, soft_cap=soft_cap, k=k, v=v, kv_index=kv_index
+    )
 
 
 def scatter_rows_(source: torch.Tensor, table: torch.Tensor, max_elements: int) -> None:

@@ -50,16 +50,22 @@ def load_rows(p_rows, m_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_M
 
 
 @triton.jit
-def accumulate(  # type: ignore[no-untyped-def]
-    b_out, b_sum, b_max, b_q, b_k, b_v, m_visible, logit_scale, cap, HAS_CAP: tl.constexpr, IS_MASKED: tl.constexpr
-):
-    """One turn of the online softmax: [ROWS, BLOCK_D] weighted values, [ROWS] sum of weights, [ROWS] largest logit."""
-    b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+def capped(b_logit, logit_scale, cap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits up to a positive factor, and the factor."""
     factor = logit_scale
     if HAS_CAP:
         # tanh, with no overflow at either end.
         b_logit = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * logit_scale * b_logit))
         factor = cap
+    return b_logit, factor
+
+
+@triton.jit
+def accumulate(  # type: ignore[no-untyped-def]
+    b_out, b_sum, b_max, b_q, b_k, b_v, m_visible, logit_scale, cap, HAS_CAP: tl.constexpr, IS_MASKED: tl.constexpr
+):
+    """One turn of the online softmax: [ROWS, BLOCK_D] weighted values, [ROWS] sum of weights, [ROWS] largest logit."""
+    b_logit, factor = capped(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), logit_scale, cap, HAS_CAP)
     if IS_MASKED:
         b_logit = tl.where(m_visible, b_logit, float("-inf"))
     # The factor is positive: it may follow the maximum, and in the exponent it is part of a fused multiply-add.

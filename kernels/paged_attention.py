@@ -12,12 +12,14 @@ query/KV heads, G = Hq / Hkv, S splits. Logits are kept in units of log2, so tha
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_parts import STEP_POINTERS, Tile, accumulate, load_rows, log2_scales, row_of_tile
+from kernels.attention_parts import STEP_POINTERS, Tile, accumulate, capped, load_rows, log2_scales, row_of_tile
+from kernels.kv_write import write_kv_
 from kernels.metadata import MAX_KV_HEADS, AttentionMetadata, AttentionTensors
 from kernels.prompt_attention import attend_prompts_, can_attend_prompts
 
@@ -40,6 +42,7 @@ def paged_attention(
     soft_cap: float | None = None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    kv_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out[t] = softmax(cap(scale * q[t] . K)) V` over the keys of t's own request at positions up to t's, in the window.
 
@@ -49,14 +52,16 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], the pools' dtype (float32, bfloat16 or float16); Hq is a multiple of Hkv, D at most 256.
-        k_pool, v_pool: [num_blocks * P, Hkv, D], this step's tokens already written; positions that belong to no key
-            of a request are never read into a result, whatever they hold.
+        k_pool, v_pool: [num_blocks * P, Hkv, D]; positions that belong to no key of a request are never read into a
+            result, whatever they hold.
         metadata: the packed batch.
         scale: factor of the logits.
         window: sliding window in keys, the query's own included; None means all.
         soft_cap: bound of the logits; None means none.
-        k, v: [T, Hkv, D], this step's keys and values as written to the pools; prompts of which nothing is cached read
-            them rather than the pools.
+        k, v: [T, Hkv, D], this step's keys and values; prompts of which nothing is cached read them rather than the
+            pools.
+        kv_index: [T] int64, where k and v are written in the pools, -1 (padding) for nowhere; None where they are there
+            already. In a step of decodes alone the same launch does it.
 
     A token of a mutual span (`metadata.mutual_spans`) sees all of it too.
 
@@ -74,8 +79,15 @@ def paged_attention(
     q, k_pool, v_pool = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k_pool, v_pool))
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     metadata = metadata.on(q.device)
+    new = None
+    if kv_index is not None:
+        assert k is not None and v is not None, "nothing to write"
+        if metadata.max_chunks:
+            write_kv_(k, v, k_pool, v_pool, kv_index)
+        else:
+            new = _NewKeys(*(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k, v)), kv_index)
     if metadata.max_decodes:
-        _attend_decodes(output, q, k_pool, v_pool, metadata, scale, window, soft_cap)
+        _attend_decodes(output, q, k_pool, v_pool, metadata, scale, window, soft_cap, new)
     num_chunks = metadata.max_chunks
     has_prompts = k is not None and v is not None and can_attend_prompts(k, v, metadata, window)
     if has_prompts:
@@ -85,6 +97,14 @@ def paged_attention(
     if num_chunks:
         _attend_prefills(output, q, k_pool, v_pool, metadata, scale, window, soft_cap, skips_prompts=has_prompts)
     return output
+
+
+class _NewKeys(NamedTuple):
+    """What a step of decodes writes to the pools: [T, Hkv, D] keys and values, [T] places."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    kv_index: torch.Tensor
 
 
 def plan_splits(num_decodes: int, num_kv_heads: int, max_kv_len: int, num_processors: int) -> tuple[int, int]:
@@ -130,8 +150,9 @@ def _attend_decodes(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    new: _NewKeys | None,
 ) -> None:
-    """Write the rows of all requests with one query token."""
+    """Write the rows of all requests with one query token, and what is `new` to the pools."""
     tensors: AttentionTensors = metadata.tensors
     num_rows, num_heads, head_dim = len(metadata.query_lens), q.shape[1], q.shape[2]
     num_kv_heads = k_pool.shape[1]
@@ -145,12 +166,14 @@ def _attend_decodes(
     part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     logit_scale, cap = log2_scales(scale, soft_cap)
     heads = triton.next_power_of_2(group)
+    k, v, kv_index = new or (q, q, tensors.kv_len)  # The kernel reads none of these where nothing is new.
     _decode_kernel[(num_kv_heads, splits, num_rows)](
-        output, part_out, part_lse, q, k_pool, v_pool, *tensors[:3], metadata.arrivals,
+        output, part_out, part_lse, q, k_pool, v_pool, k, v, kv_index, *tensors[:3], metadata.arrivals,
         logit_scale, cap, window or 0, splits, min_split_len,
-        *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], tensors.block_table.stride(0),
+        *output.stride()[:2], *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        tensors.block_table.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size, HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
+        HAS_CAP=soft_cap is not None, HAS_NEW=new is not None, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
         ARRIVALS=metadata.arrivals.stride(0), HEADS=heads,
         MERGE_SPLITS=max(1, min(_MAX_SPLITS, _MERGE_NUMBERS // (heads * block_d))),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -272,15 +295,21 @@ def _merge(  # type: ignore[no-untyped-def]
     do_not_specialize_on_alignment=STEP_POINTERS,
 )
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, part_out_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, cu_query_len_ptr, kv_len_ptr, table_ptr, arrivals_ptr,
+    out_ptr, part_out_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, k_new_ptr, v_new_ptr, kv_index_ptr,
+    cu_query_len_ptr, kv_len_ptr, table_ptr, arrivals_ptr,
     logit_scale, cap, window, splits, min_split_len,
     stride_out_token, stride_out_head, stride_q_token, stride_q_head,
-    stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_table,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    stride_k_new_token, stride_k_new_head, stride_v_new_token, stride_v_new_head, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_NEW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
     ARRIVALS: tl.constexpr, HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One split of one decode's keys for the query heads of one KV head; the last split to end merges all of them."""
+    """One split of one decode's keys for the query heads of one KV head; the last split to end merges all of them.
+
+    With HAS_NEW the decode's own key and value, which its last split holds, are not in the pools yet: they are written there,
+    and the softmax begins with them.
+    """
     i_kv_head, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
     token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
@@ -305,6 +334,21 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     k_ptr += i_kv_head * stride_k_head
     v_ptr += i_kv_head * stride_v_head
     p_table = table_ptr + i_row * stride_table
+    if HAS_NEW and i_split == num_active - 1:
+        end -= 1
+        p_k_new = k_new_ptr + token * stride_k_new_token + i_kv_head * stride_k_new_head + o_dim
+        p_v_new = v_new_ptr + token * stride_v_new_token + i_kv_head * stride_v_new_head + o_dim
+        b_k_new = tl.load(p_k_new, mask=o_dim < HEAD_DIM, other=0.0)
+        b_v_new = tl.load(p_v_new, mask=o_dim < HEAD_DIM, other=0.0)
+        position = tl.load(kv_index_ptr + token)
+        m_write = (o_dim < HEAD_DIM) & (position >= 0)
+        tl.store(k_ptr + position * stride_k_token + o_dim, b_k_new, mask=m_write)
+        tl.store(v_ptr + position * stride_v_token + o_dim, b_v_new, mask=m_write)
+        b_product = tl.sum(b_q.to(tl.float32) * b_k_new.to(tl.float32)[None, :], 1)
+        b_logit, factor = capped(b_product, logit_scale, cap, HAS_CAP)
+        b_max = b_logit * factor
+        b_sum = tl.full([ROWS], 1.0, tl.float32)
+        b_out += b_v_new.to(tl.float32)[None, :]
     for turn in range(start, end, KEYS):
         o_key = turn + tl.arange(0, KEYS)
         m_key = o_key < end

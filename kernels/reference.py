@@ -190,6 +190,9 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    kv_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out[t] = softmax(cap(scale * q[t] . K)) V` over the keys of t's own request at positions up to t's, in the window.
 
@@ -197,15 +200,19 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D]; Hq is a multiple of the pools' Hkv.
-        k_pool, v_pool: [num_blocks * P, Hkv, D], this step's tokens already written.
+        k_pool, v_pool: [num_blocks * P, Hkv, D].
         metadata: the packed batch.
         scale: factor of the logits.
         window: sliding window in keys, the query's own included; None means all.
         soft_cap: bound of the logits; None means none.
+        k, v, kv_index: [T, Hkv, D] and [T] int64: what is written to the pools first, where `kv_index` is given.
 
     Returns:
         [T, Hq, D], every row written.
     """
+    if kv_index is not None:
+        assert k is not None and v is not None, "nothing to write"
+        write_kv_(k, v, k_pool, v_pool, kv_index)
     metadata = metadata.on(q.device)
     if metadata.num_decodes == metadata.num_tokens:
         return _attend_decodes(q, k_pool, v_pool, metadata, scale, window, soft_cap)

@@ -218,6 +218,34 @@ def check_write(dtype: torch.dtype, device: str, num_tokens: int, shape: tuple[i
     assert torch.equal(pools, expected)
 
 
+def check_new_keys(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Keys and values of the step itself are written first, and seen; none are for padding, nor where there is no place."""
+    world = make_world(case, dtype, device)
+    expected = naive_attention(case, world, 0.3)
+    first_rows = [kv_len - query_len for query_len, kv_len in zip(case.query_lens, case.kv_lens, strict=True)]
+    new = torch.cat([index[first:] for index, first in zip(world.kv_index, first_rows, strict=True)])
+    pools = torch.stack((world.k_pool, world.v_pool))
+    # As attention layers give them: heads before tokens, values in the midst of other columns.
+    k = world.k_pool[new].transpose(0, 1).contiguous().transpose(0, 1)
+    v = torch.cat((torch.zeros_like(k), world.v_pool[new]), 1)[:, k.shape[1] :]
+    world.k_pool[new], world.v_pool[new] = float("nan"), float("nan")
+    buffers = AttentionBuffers(len(case.query_lens) + 2, 100, case.block_size, torch.device(device))
+    lens, num_padding = (list(case.query_lens), list(case.kv_lens)), 2
+    if max(case.query_lens) == 1:
+        metadata = buffers.fill(*lens, world.block_table, num_rows=len(case.query_lens) + num_padding)
+    else:
+        metadata = buffers.fill_open(*lens, world.block_table, sum(case.query_lens) + num_padding)
+    num_tokens = world.q.shape[0]
+    q, k, v = (torch.cat((part, torch.full_like(part[:1], 5).expand(2, -1, -1))) for part in (world.q, k, v))
+    for index in (torch.full_like(new, -1), new):  # Seen either way, so that a launch for warming up writes nothing.
+        kv_index = torch.cat((index, torch.full_like(new[:1], -1).expand(2)))
+        output = attend(case, replace(world, q=q), metadata, 0.3, k=k, v=v, kv_index=kv_index)
+        assert not output[num_tokens:].any()
+        if max(case.query_lens) == 1 or index is new:
+            assert relative_error(output[:num_tokens], expected) < RELATIVE_ERROR[dtype]
+    assert torch.equal(torch.stack((world.k_pool, world.v_pool)).nan_to_num(9.5), pools.nan_to_num(9.5))
+
+
 def check_padded_buffers(device: str) -> None:
     case = Case([1, 1, 1], [40, 1, 133], group=4)
     world = make_world(case, torch.float32, device)
@@ -250,7 +278,13 @@ def check_open_buffers(device: str) -> None:
     assert not attend(case, replace(world, q=world.q[:4]), empty, 0.3).any()
 
 
+NEW_KEYS = [*CASES[:3], CASES[4], CASES[6], CASES[7], CASES[11]]
+
 if IS_INTERPRETED:  # else they do not exist: a test that is always skipped in a run says nothing in it
+
+    @pytest.mark.parametrize("case", NEW_KEYS, ids=str)
+    def test_what_a_step_adds_to_the_pools_is_written_and_seen(case: Case) -> None:
+        check_new_keys(case, torch.float32, "cpu")
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_attention_equals_a_loop_over_queries(case: Case) -> None:
@@ -275,7 +309,7 @@ if IS_INTERPRETED:  # else they do not exist: a test that is always skipped in a
 @pytest.mark.timeout(600)  # A minute of one core, which others may be using too.
 def test_the_sweep_passes_under_the_interpreter() -> None:
     printed = run_interpreted("-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__)
-    assert f"{len(CASES) + 6} passed" in printed, printed[-1000:]
+    assert f"{len(CASES) + len(NEW_KEYS) + 6} passed" in printed, printed[-1000:]
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs no kernel")
@@ -327,6 +361,11 @@ class TestOnGpu:
         self, num_tokens: int, shape: tuple[int, int], dtype: torch.dtype
     ) -> None:
         check_write(dtype, "cuda", num_tokens, shape)
+
+    @pytest.mark.parametrize("dtype", RELATIVE_ERROR, ids=str)
+    @pytest.mark.parametrize("case", NEW_KEYS, ids=str)
+    def test_what_a_step_adds_to_the_pools_is_written_and_seen(self, case: Case, dtype: torch.dtype) -> None:
+        check_new_keys(case, dtype, "cuda")
 
     def test_padded_rows_of_static_buffers_are_zeros(self) -> None:
         check_padded_buffers("cuda")
