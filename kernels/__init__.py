@@ -123,8 +123,8 @@ def lora_product(
 ) -> torch.Tensor:
     """`product()`, with what `lora_add_group_` adds to it.
 
-    While a CUDA graph is captured the first half of the LoRA, which needs `x` alone, goes beside the product on a stream
-    of its own, so that replays hide it behind the product.
+    Where a CUDA graph is recorded (`metadata.is_recording`) the first half of the LoRA, which needs `x` alone, goes beside
+    the product on a stream of its own, so that replays hide it behind the product.
 
     Args:
         product: computes the base layers' output, a fresh [T, O], from the same x.
@@ -133,7 +133,7 @@ def lora_product(
     Returns:
         [T, O].
     """
-    if HAS_TRITON and metadata.has_tiles and x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if HAS_TRITON and metadata.has_tiles and metadata.is_recording:
         return _lora.lora_product(product, x, lora_a, lora_b, ranks, slice_ends, metadata)
     output = product()
     lora_add_group_(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata)

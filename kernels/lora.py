@@ -53,7 +53,7 @@ def lora_product(
 ) -> torch.Tensor:
     """`product()` [T, O] with LoRA added; shrink, which needs `x` alone, runs beside the product on a second stream.
 
-    Neither launch is a dependent one here: both follow kernels that are not ours, or come from another stream.
+    Shrink comes from another stream and is no dependent launch; expand is one of the product's last kernel, whatever that is.
     """
     shrink, expand = _choose_tiles(x, lora_a, slice_ends, metadata)
     main, side = torch.cuda.current_stream(), metadata.side_stream
@@ -64,7 +64,8 @@ def lora_product(
     output = product()
     main.wait_stream(side)
     num_splits = -(-x.shape[1] // shrink.split_len)
-    _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, {"USE_PDL": False})
+    launch = _dependent_launch(metadata.family == "sm90")
+    _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch, follows_product=True)
     return output
 
 
@@ -139,9 +140,14 @@ def lora_add_group_with_tiles_(
     )
     if is_overlapped is None:
         is_overlapped = x.is_cuda and metadata.family == "sm90"
-    launch = {"USE_PDL": is_overlapped} | ({"launch_pdl": True} if is_overlapped else {})
+    launch = _dependent_launch(is_overlapped)
     _launch_shrink(x, lora_a, ranks, metadata, shrink, launch)
     _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch)
+
+
+def _dependent_launch(is_overlapped: bool) -> dict[str, bool]:
+    """What Triton takes for a launch that may start before the one ahead of it has ended, or for a plain one."""
+    return {"USE_PDL": True, "launch_pdl": True} if is_overlapped else {"USE_PDL": False}
 
 
 def _launch_shrink(
@@ -175,8 +181,10 @@ def _launch_expand(
     num_splits: int,
     tile: tuning.ExpandTile,
     launch: dict[str, bool],
+    *,
+    follows_product: bool = False,
 ) -> None:
-    """The output gains the sums of the splits in scratch, times B."""
+    """The output gains the sums of the splits in scratch, times B; `follows_product` says that the launch ahead wrote it."""
     num_tokens, max_rank = output.shape[0], lora_b.shape[2]
     block_tokens = tuning.kind_of(num_tokens).block_tokens
     slice_starts = (0, *slice_ends[:-1])
@@ -194,7 +202,7 @@ def _launch_expand(
         output, lora_b, ranks, metadata.tiles, metadata.scratch, num_tokens, output.stride(0), output.shape[1],
         SLICE_STARTS=slice_starts, SLICE_ENDS=tuple(slice_ends), FIRST_BLOCKS=tuple(first_blocks),
         M=len(slice_ends), R=max_rank, S=num_splits, AT_ONCE=num_at_once,
-        BLOCK_T=block_tokens, BLOCK_R=block_rank, BLOCK_O=tile.block_out,
+        BLOCK_T=block_tokens, BLOCK_R=block_rank, BLOCK_O=tile.block_out, FOLLOWS_PRODUCT=follows_product,
         num_warps=tile.num_warps, num_stages=1, **launch, **options,
     )  # fmt: skip
 
@@ -381,7 +389,8 @@ def _expand_kernel(
     p_out, p_b, p_ranks, p_tiles, p_scratch, num_tokens, out_stride, out_features,
     SLICE_STARTS: tl.constexpr, SLICE_ENDS: tl.constexpr, FIRST_BLOCKS: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, S: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+    FOLLOWS_PRODUCT: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """`output[t, slice m] += sum(scratch[:, t, m, :r]) @ B[n, slice m, :r].T`; accumulates."""
     num_items = tl.load(p_tiles) * FIRST_BLOCKS[M]
@@ -400,6 +409,8 @@ def _expand_kernel(
             m_out = m_t[:, None] & m_o[None, :]
             p_block = p_out + (t.to(tl.int64) * out_stride)[:, None] + o[None, :]
             b_b = _load_b(p_b, i_row, o, m_o, r, rank, out_features, R)
+            if FOLLOWS_PRODUCT:
+                _wait(USE_PDL)
             b_out = tl.load(p_block, mask=m_out, other=0.0)  # [BLOCK_T, BLOCK_O]
             _wait(USE_PDL)
             b_h = _load_h(p_scratch, num_tokens, t, m_t, i_slice, r, rank, M, R, S, AT_ONCE, BLOCK_T, BLOCK_R)
@@ -423,7 +434,7 @@ def _expand_stream_kernel(
     SLICE_STARTS: tl.constexpr, SLICE_ENDS: tl.constexpr, FIRST_BLOCKS: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, S: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
-    NUM_STAGES: tl.constexpr, USE_PDL: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FOLLOWS_PRODUCT: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_expand_kernel`, for R <= BLOCK_R and much work: all blocks are dealt in even, contiguous shares, and a program
     keeps `h` while it runs along a slice with B and the output on their way in advance. In small steps the first block
@@ -444,6 +455,8 @@ def _expand_stream_kernel(
         p_block = p_out + (t.to(tl.int64) * out_stride)[:, None] + o[None, :]
         m_out = (t < t_end)[:, None] & (m_o & (rank > 0))[None, :]
         b_b = _load_b(p_b, lora_slot.to(tl.int64), o, m_o, r, rank, out_features, R)
+        if FOLLOWS_PRODUCT:
+            _wait(USE_PDL)
         b_out = tl.load(p_block, mask=m_out, other=0.0)
     _wait(USE_PDL)
     while i_share < share_end:

@@ -59,12 +59,14 @@ class LoraMetadata:
         self.segments: tuple[LoraSegment, ...] = ()
         self.num_tokens = 0
         self.num_tiles = 0
+        self.is_recording = False
+        """Whether launches are recorded in a CUDA graph, or tried out for that: what can run beside something else then does."""
         self.has_tiles = device.type == "cuda" if has_tiles is None else has_tiles
         if not self.has_tiles:
             return
         is_cuda = device.type == "cuda"
         self.side_stream = torch.cuda.Stream(device) if is_cuda else None
-        """For work of a call that may run beside the base layers' product while a graph is captured."""
+        """For work of a call that may run beside the base layers' product where that is recorded."""
         self.family = tuning.device_family(torch.cuda.get_device_capability(device) if is_cuda else None)
         capacity = 1 + max(tuning.num_tiles_of(size, max_segments) for size in tuning.step_sizes(max_tokens))
         self.tiles = torch.zeros(capacity, 4, dtype=torch.int32, device=device)

@@ -17,6 +17,7 @@ from engine.config import LoRAModule
 from engine.graphs import StepGraphs, decode_sizes, mixed_sizes
 from engine.request import AudioPart, ChatPrompt, Message, TextPart, TokenPrompt
 from tests.oracles import random_ids, tone
+from tests.pace import held_before
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -61,7 +62,8 @@ def tokens(answer: Answer) -> list[int]:
 
 
 def answers(engine: Engine, plan: list[tuple[str | None, list[int]]]) -> list[list[int]]:
-    started = [engine.start_sync(TokenPrompt(prompt), GREEDY, lora=name or "none")[0] for name, prompt in plan]
+    with held_before(engine, len(plan)):  # Else what shares a step, and so its size, would differ from run to run.
+        started = [engine.start_sync(TokenPrompt(prompt), GREEDY, lora=name or "none")[0] for name, prompt in plan]
     return [tokens(answer) for answer in started]
 
 

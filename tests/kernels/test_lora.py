@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -280,7 +281,7 @@ def test_a_captured_graph_follows_the_metadata(num_tokens: int, is_beside: bool)
     group.metadata = LoraMetadata(num_tokens, 4, torch.device("cuda"), max_columns=128, max_in=2048)
     group.metadata.update(first, num_tokens)
     group.run(kernels.lora_add_group_)
-
+    group.metadata.is_recording = is_beside
     graph = torch.cuda.CUDAGraph()
     arguments = (
         group.x,
@@ -291,20 +292,41 @@ def test_a_captured_graph_follows_the_metadata(num_tokens: int, is_beside: bool)
         group.slice_ends,
         group.metadata,
     )
+    tried = kernels.lora_product(group.base.clone, *arguments)  # Compiles what is recorded next.
     with torch.cuda.graph(graph):
-        if is_beside:
-            output = kernels.lora_product(group.base.clone, *arguments)
-        else:
-            output = group.base.clone()
-            kernels.lora_add_group_(output, *arguments)
-    replayed = []
+        output = kernels.lora_product(group.base.clone, *arguments)
+    replayed = [tried]
     for segments in (first, second, [], first):
         group.metadata.update(segments, num_tokens)
         graph.replay()
         replayed.append(output.clone())
         assert torch.equal(replayed[-1], group.run(kernels.lora_add_group_))
-    assert torch.equal(replayed[0], replayed[3]) and torch.equal(replayed[2], group.base)
-    assert not torch.equal(replayed[0], replayed[1])
+    assert torch.equal(replayed[0], replayed[1]) and torch.equal(replayed[0], replayed[4])
+    assert torch.equal(replayed[3], group.base) and not torch.equal(replayed[0], replayed[2])
+
+
+@pytest.mark.gpu
+def test_a_half_beside_a_slow_product_waits_for_it() -> None:
+    """Many replays, the product's end being as late as it can: an output read too early would show."""
+    segments = [LoraSegment(row, 2 * row, 2 * row + 2) for row in range(8)]
+    for out_features in ((512, 768), (6000, 12000)):  # block by block, and along many blocks
+        group = make_group(16, segments, [[16, 16]] * 8, 16, 4096, out_features, dtype=torch.bfloat16, device="cuda")
+        generator = torch.Generator("cuda").manual_seed(0)
+        weight = torch.randn(out_features[-1], 4096, generator=generator, device="cuda", dtype=torch.bfloat16) / 64
+        arguments = group.x, group.lora_a, group.lora_b, group.ranks, (), group.slice_ends, group.metadata
+        expected = torch.nn.functional.linear(group.x, weight)
+        kernels.lora_add_group_(expected, *arguments)
+        group.metadata.is_recording = True
+        product = functools.partial(torch.nn.functional.linear, group.x, weight)
+        kernels.lora_product(product, *arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [kernels.lora_product(product, *arguments) for _ in range(100)]
+        for _ in range(20):
+            for output in outputs:
+                output.fill_(torch.nan)
+            graph.replay()
+            assert all(torch.equal(output, expected) for output in outputs)
 
 
 @pytest.mark.gpu
