@@ -29,14 +29,21 @@ from kernels import scatter_rows_
 if TYPE_CHECKING:
     from engine.lora_layers import LoraGroup
 
-CHUNK_BYTES = 4 << 20
-NUM_CHUNKS = 8
-NUM_THREADS = 4
-"""One thread copies about 10 GB/s in CPU memory; four keep a PCIe 5 link busy."""
-
-
 _Row = tuple[int, int, int, int, int]
 """A place of `kernels.scatter_rows_`."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The page-locked buffers and the threads that fill them.
+
+    A thread copies 3 to 10 GB/s in CPU memory, by machine and by how many do; a PCIe 5 link takes 50. Small chunks have the link
+    begin early, since a chunk is sent once it is full.
+    """
+
+    chunk_bytes: int = 2 << 20
+    num_chunks: int = 16
+    num_threads: int = 8
 
 
 class HasPairs(Protocol):
@@ -80,12 +87,13 @@ class _Place:
 class RowCopies:
     """Writes adapters into the rows of groups on one CUDA device, one after the other.
 
-    Holds `num_bytes` on the device (one row's worth) and 32 MiB of page-locked memory, from the start: taking either
-    later would make running steps wait.
+    Holds `num_bytes` on the device (one row's worth) and the ring's page-locked memory (32 MiB), from the start: taking
+    either later would make running steps wait.
     """
 
-    def __init__(self, groups: Sequence[LoraGroup]) -> None:
+    def __init__(self, groups: Sequence[LoraGroup], ring: Ring | None = None) -> None:
         self._groups = groups
+        self._ring = ring = ring or Ring()
         self._device = groups[0].lora_a.device
         self._dtype = groups[0].lora_a.dtype
         self._max_rank = groups[0].lora_b.shape[2]
@@ -95,19 +103,19 @@ class RowCopies:
         self._table = _Mirror(2 * len(self._places) + len(groups), 5, torch.int64, self._device)
         self._ranks = _Mirror(len(self._places), 1, torch.int32, self._device)
         self._free_chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
-        for _ in range(NUM_CHUNKS):
-            self._free_chunks.put(_Chunk())
+        for _ in range(ring.num_chunks):
+            self._free_chunks.put(_Chunk(ring.chunk_bytes))
         self._latest = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # The buffers' zeros come first.
         # Whatever these threads launch goes to the copies' stream.
         on_stream = functools.partial(torch.cuda.set_stream, self._stream)
         self._in_order = ThreadPoolExecutor(1, thread_name_prefix="lora-copy", initializer=on_stream)
-        self._senders = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="lora-send", initializer=on_stream)
+        self._senders = ThreadPoolExecutor(ring.num_threads, thread_name_prefix="lora-send", initializer=on_stream)
         # Compiles the kernel for each width: row 0 of the new buffers gets zeros, which it holds.
         address = self._places[groups[0].names[0]].a_address
         for length in (1, 4 // self._staging.element_size(), 8 // self._staging.element_size()):
             nothing = [(address, 0, 1, length, length)]
-            self._in_order.submit(self._scatter, 0, {}, self._event_now(), nothing).result().synchronize()
+            self._in_order.submit(self._write, 0, {}, self._event_now(), nothing).result().synchronize()
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +128,7 @@ class RowCopies:
 
     def clear(self, lora_slot: int) -> None:
         """Make the row's ranks 0, so that it adds nothing."""
-        self._in_order.submit(self._scatter, lora_slot, {}, self._event_now())
+        self._in_order.submit(self._write, lora_slot, {}, self._event_now())
 
     def _event_now(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -130,15 +138,22 @@ class RowCopies:
     def _copy(self, lora_slot: int, generation: HasPairs, steps: torch.cuda.Event) -> torch.cuda.Event:
         """On the copy thread: queue everything, and return the event of its end."""
         if not generation.pairs:  # All that it holds lies beside linears: other writers have it.
-            return self._scatter(lora_slot, {}, steps)
+            return self._write(lora_slot, {}, steps)
         sends = self._send(slab_of(generation))
-        try:
-            rows = self._rows(lora_slot, generation)  # While the senders copy.
+        try:  # While the senders copy.
+            rank_of = {name: pair.rank for name, pair in generation.pairs.items()}
+            tables = self._fill_tables(lora_slot, rank_of, self._rows(lora_slot, generation))
         finally:
             wait(sends)  # All of them, also after a fault: none may write into the staging buffer later.
         for send in sends:
             send.result()
-        return self._scatter(lora_slot, {name: pair.rank for name, pair in generation.pairs.items()}, steps, rows)
+        return self._scatter(tables, steps)
+
+    def _write(
+        self, lora_slot: int, rank_of: Mapping[str, int], steps: torch.cuda.Event, rows: Sequence[_Row] = ()
+    ) -> torch.cuda.Event:
+        """Write a row's ranks, 0 where `rank_of` lacks them, and the `rows` of what is staged already."""
+        return self._scatter(self._fill_tables(lora_slot, rank_of, rows), steps)
 
     def _rows(self, lora_slot: int, generation: HasPairs) -> list[_Row]:
         """Where each half of the slab goes."""
@@ -155,15 +170,12 @@ class RowCopies:
                     rows.append((target, start // item_bytes, half.shape[0], half.shape[1], stride))
         return rows
 
-    def _scatter(
-        self, lora_slot: int, rank_of: dict[str, int], steps: torch.cuda.Event, rows: Sequence[_Row] = ()
-    ) -> torch.cuda.Event:
-        """Scatter the staged `rows`, and the ranks of all modules, 0 where `rank_of` lacks them."""
+    def _fill_tables(self, lora_slot: int, rank_of: Mapping[str, int], rows: Sequence[_Row]) -> _Tables:
+        """The host's side of what `_scatter` needs: the staged `rows`, and the ranks of all modules."""
         ranks: list[int] = []
         rank_rows: list[_Row] = []
-        for group in self._groups:
-            host_ranks = [rank_of.get(name, 0) for name in group.names]
-            group.host_ranks[lora_slot] = host_ranks
+        by_group = [[rank_of.get(name, 0) for name in group.names] for group in self._groups]
+        for group, host_ranks in zip(self._groups, by_group, strict=True):
             address = group.ranks.data_ptr() + lora_slot * len(host_ranks) * group.ranks.element_size()
             rank_rows.append((address, len(ranks), 1, len(host_ranks), len(host_ranks)))
             ranks += host_ranks
@@ -172,13 +184,20 @@ class RowCopies:
         self._latest.synchronize()  # The host's side of the tables is free again.
         self._table.host[: len(table)] = table
         self._ranks.host[:, 0] = ranks
+        max_elements = int((table[:num_rows, 2] * table[:num_rows, 3]).max(initial=0))
+        return _Tables(lora_slot, by_group, staging, num_rows, len(table), max_elements)
+
+    def _scatter(self, tables: _Tables, steps: torch.cuda.Event) -> torch.cuda.Event:
+        """Send the tables, and scatter what is staged and the ranks behind the `steps`."""
+        for group, host_ranks in zip(self._groups, tables.ranks, strict=True):
+            group.host_ranks[tables.lora_slot] = host_ranks
         self._table.send()
         self._ranks.send()
         self._stream.wait_event(steps)
-        on_device = self._table.device[: len(table)]
-        max_elements = int((table[:num_rows, 2] * table[:num_rows, 3]).max(initial=0))
-        scatter_rows_(staging, on_device[:num_rows], max_elements)
-        scatter_rows_(self._ranks.device.view(-1), on_device[num_rows:], len(ranks))
+        on_device = self._table.device[: tables.num_places]
+        scatter_rows_(tables.staging, on_device[: tables.num_rows], tables.max_elements)
+        ranks = self._ranks.device.view(-1)
+        scatter_rows_(ranks, on_device[tables.num_rows :], len(ranks))
         self._latest = event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -186,10 +205,10 @@ class RowCopies:
     def _send(self, slab: torch.Tensor) -> list[Future[None]]:
         """Begin the transfer of a slab to the staging buffer; once these have ended its memory is no longer needed."""
         assert slab.dtype == self._dtype and slab.numel() <= self._staging.numel(), "a slab of another server"
-        source, target = slab.view(torch.uint8).numpy(), self._staging.view(torch.uint8)
+        source, target, size = slab.view(torch.uint8).numpy(), self._staging.view(torch.uint8), self._ring.chunk_bytes
         return [
-            self._senders.submit(self._send_chunk, source[start : start + CHUNK_BYTES], target[start:])
-            for start in range(0, len(source), CHUNK_BYTES)
+            self._senders.submit(self._send_chunk, source[start : start + size], target[start : start + size])
+            for start in range(0, len(source), size)
         ]
 
     def _send_chunk(self, source: np.ndarray, target: torch.Tensor) -> None:
@@ -206,10 +225,23 @@ class RowCopies:
 class _Chunk:
     """A page-locked buffer, and the event after which it may be filled again."""
 
-    def __init__(self) -> None:
-        self.memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         self.array = self.memory.numpy()
         self.event = torch.cuda.Event()
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What `_fill_tables` made of a row: its `ranks` by group and module; on the host's side of the table `num_rows` places in
+    `staging`'s elements, then those of the ranks, `num_places` in all."""
+
+    lora_slot: int
+    ranks: list[list[int]]
+    staging: torch.Tensor
+    num_rows: int
+    num_places: int
+    max_elements: int
 
 
 class _Mirror:

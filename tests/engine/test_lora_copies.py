@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from adapters.generation import Generation
 from adapters.intake import read_generation
-from engine import lora_copies
-from engine.lora_copies import RowCopies, widened
+from engine.lora_copies import Ring, RowCopies, widened
 from engine.lora_layers import LoraBuffers
 from kernels import LoraMetadata, scatter_rows_
 from tests.adapters.world import surface_of
+
+RING = Ring(chunk_bytes=1000, num_chunks=5, num_threads=3)
+"""Small chunks, so that a slab takes many."""
 
 
 class _Done:
@@ -40,12 +42,11 @@ class _Done:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's names without CUDA, and small chunks, so that a slab takes many."""
+    """CUDA's names without CUDA."""
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, _Done)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Done())
-    monkeypatch.setattr(lora_copies, "CHUNK_BYTES", 1000)
     for name in ("empty", "zeros"):
         real = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, real=real, pin_memory=False, **named: real(*a, **named))
@@ -74,7 +75,7 @@ def test_rows_hold_what_the_plain_copy_puts_there(
     llama_dir: Path, generations: dict[torch.dtype, list[Generation]], dtype: torch.dtype, max_rank: int
 ) -> None:
     plain, copied = make_buffers(llama_dir, dtype, max_rank), make_buffers(llama_dir, dtype, max_rank)
-    copies = RowCopies(copied._groups)
+    copies = RowCopies(copied._groups, RING)
     chance = random.Random(0)
     for _ in range(12):
         lora_slot, generation = chance.randrange(3), chance.choice(generations[dtype])
@@ -100,7 +101,7 @@ def test_a_fault_ends_that_copy_and_the_next_one_works(
     place: str,
 ) -> None:
     buffers = make_buffers(llama_dir, torch.float32, 8)
-    copies = RowCopies(buffers._groups)
+    copies = RowCopies(buffers._groups, RING)
     first, second = generations[torch.float32][:2]
 
     def fail(*_: Any) -> None:
@@ -114,6 +115,7 @@ def test_a_fault_ends_that_copy_and_the_next_one_works(
         with pytest.raises(RuntimeError, match="out of memory"):
             copy.is_ready()
         assert copy.has_failed()
+    assert not any(any(group.host_ranks[0]) for group in buffers._groups), "a row that failed shows ranks"
     copies.clear(0)
     copy = copies.start(0, second)
     while not copy.is_ready():
@@ -124,7 +126,7 @@ def test_a_fault_ends_that_copy_and_the_next_one_works(
         assert ours.ranks.tolist() == theirs.ranks.tolist()
         for member, rank in enumerate(theirs.host_ranks[0]):
             assert torch.equal(ours.lora_a[0, member, :rank], theirs.lora_a[0, member, :rank])
-    assert copies._free_chunks.qsize() == lora_copies.NUM_CHUNKS
+    assert copies._free_chunks.qsize() == RING.num_chunks
 
 
 @pytest.mark.parametrize(("lengths", "item_bytes"), [((16, 8), 8), ((16, 6), 4), ((16, 5), 2), ((3, 8), 2)])
