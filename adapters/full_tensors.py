@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from adapters.errors import AdapterRefused
-from adapters.keys import NameResolver, TensorKey, clean_module
+from adapters.keys import TensorKey, clean_module
 from adapters.landing import first_few, listed
 from adapters.pairs import Misfit, check_numbers
 from adapters.places import TensorPlace
@@ -59,11 +59,8 @@ class _ExtrasPlanner:
         self._spec = spec
         self._surface = surface
         self._extras = Extras()
-        self._tensor_names = NameResolver(surface.base_tensor_names, self._rename_tensor)
-        heads = [site.tied_head for site in surface.embeddings.values() if site.tied_head]
-        linear_heads = [name for name, site in surface.linears.items() if site.part == "head"]
-        self._tables = NameResolver({*surface.embeddings, *heads, *linear_heads}, surface.rename_key)
-        self._layers = NameResolver(surface.linears, surface.rename_key)
+        names = surface.names
+        self._tensor_names, self._tables, self._layers = names.tensors, names.tables, names.linears
         self._refused: dict[str, list[str]] = {}
         self._sources: dict[str, list[RowSource]] = {}
 
@@ -275,10 +272,6 @@ class _ExtrasPlanner:
 
     def _refuse(self, sentence: str, name: str) -> None:
         self._refused.setdefault(sentence, []).append(name)
-
-    def _rename_tensor(self, name: str) -> str:
-        module, _, leaf = name.rpartition(".")
-        return f"{self._surface.rename_key(module)}.{leaf}"
 
 
 def check_copies(copies: Iterable[PlannedCopy], surface: ModelSurface) -> None:

@@ -7,12 +7,14 @@ tensors' contents. Called by `weights`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from adapters.surface import ModelSurface
+if TYPE_CHECKING:
+    from adapters.surface import ModelSurface
 
 Kind = Literal[
     "A", "B", "lora_bias", "bias", "magnitude", "embedding_a", "embedding_b", "rows", "full", "diag", "kohya", "mlx_vlm",
@@ -46,6 +48,12 @@ _KEYS: tuple[tuple[str, Kind], ...] = (
 )
 
 
+_COMPILED = tuple((re.compile(pattern), kind) for pattern, kind in _KEYS)
+_NUM_REMEMBERED = 1 << 14
+"""Names whose meaning is remembered: adapters of one model have the same ones, and working them out is much of a load."""
+_MAX_REMEMBERED_LEN = 512
+
+
 @dataclass(frozen=True)
 class TensorKey:
     """A tensor's name taken apart.
@@ -65,10 +73,11 @@ class TensorKey:
     is_mlx: bool = False
 
 
+@functools.lru_cache(_NUM_REMEMBERED)
 def split_key(raw: str) -> TensorKey:
     """Take a tensor's name apart; anything that is not a LoRA half gets the kind that says what it is."""
-    for pattern, kind in _KEYS:
-        match = re.fullmatch(pattern, raw)
+    for pattern, kind in _COMPILED:
+        match = pattern.fullmatch(raw)
         if match is not None:
             groups = match.groupdict()
             return TensorKey(raw, clean_module(match["module"]), kind, groups.get("adapter"), bool(groups.get("mlx")))
@@ -99,6 +108,7 @@ class NameResolver:
 
     Tried in this order, and the first that hits decides: the name itself, the name after the model's own checkpoint
     renames, then equality of both names without the levels in `ROLES`. The last one must leave exactly one name.
+    Thread-safe; what was found is remembered.
     """
 
     def __init__(self, names: Collection[str], rename: Callable[[str], str]) -> None:
@@ -107,9 +117,18 @@ class NameResolver:
         self._by_core: dict[str, list[str]] = {}
         for name in sorted(self._known):
             self._by_core.setdefault(_core(name), []).append(name)
+        self._found: dict[str, Landing] = {}
 
     def resolve(self, written: str) -> Landing:
         """The running model's name that `written` means."""
+        landing = self._found.get(written)
+        if landing is None:
+            landing = self._find(written)
+            if len(self._found) < _NUM_REMEMBERED and len(written) <= _MAX_REMEMBERED_LEN:
+                self._found[written] = landing
+        return landing
+
+    def _find(self, written: str) -> Landing:
         renamed = self._rename(written)
         for name in (written, renamed):
             if name in self._known:
@@ -140,6 +159,30 @@ class KeyResolver(NameResolver):
             if parent is not None and parent in self._surface.unsupported:
                 return self._surface.unsupported[parent]
         return None
+
+
+class SurfaceNames:
+    """What names in adapters' files mean on one model.
+
+    Attributes:
+        modules: everything that LoRA could be meant for, served or not.
+        linears: linear layers.
+        tables: embedding tables and heads.
+        tensors: parameters and buffers.
+    """
+
+    def __init__(self, surface: ModelSurface) -> None:
+        self.modules = KeyResolver(surface)
+        self.linears = NameResolver(surface.linears, surface.rename_key)
+        heads = [site.tied_head for site in surface.embeddings.values() if site.tied_head]
+        linear_heads = [name for name, site in surface.linears.items() if site.part == "head"]
+        self.tables = NameResolver({*surface.embeddings, *heads, *linear_heads}, surface.rename_key)
+        self.tensors = NameResolver(surface.base_tensor_names, functools.partial(_rename_tensor, surface.rename_key))
+
+
+def _rename_tensor(rename_key: Callable[[str], str], name: str) -> str:
+    module, _, leaf = name.rpartition(".")
+    return f"{rename_key(module)}.{leaf}"
 
 
 def _core(name: str) -> str:

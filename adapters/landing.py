@@ -85,7 +85,7 @@ def pair_up(keys: Sequence[TensorKey], tensors: Mapping[str, TensorPlace], reaso
 
 def land(halves: Mapping[str, Halves], surface: ModelSurface, reasons: list[str]) -> Landed:
     """Find the layer of each whole pair; every module that has none becomes a reason."""
-    resolver = KeyResolver(surface)
+    resolver = surface.names.modules
     landed = Landed(total=len(halves))
     losses = _Losses()
     for module, one in halves.items():

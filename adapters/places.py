@@ -102,7 +102,7 @@ class TensorPlace:
             return self.entry
         num_bytes = (self.entry.end - self.entry.start) // self.entry.shape[0]
         start, end = (self.entry.start + row * num_bytes for row in self.rows)
-        return replace(self.entry, shape=self.shape, start=start, end=end)
+        return self.entry._replace(shape=self.shape, start=start, end=end)
 
 
 @dataclass(frozen=True)

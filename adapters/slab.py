@@ -166,9 +166,10 @@ def _lay_out(halves: Sequence[Half], dtype: torch.dtype) -> list[_Run]:
         source = target if group[0].dtype == dtype else _empty(length, group[0].dtype)
         starts, start = [], 0
         for half in group:
+            shape = half.place.shape
             starts.append(start)
-            shape, end = half.place.shape, start + half.num_elements
-            half.tensor = target[start:end].view(shape)
+            half.tensor = slab.as_strided(shape, (shape[1], 1), slab_start + start)
+            end = start + shape[0] * shape[1]
             start = padded_len(end)
             if end < start:
                 source[end:start] = 0

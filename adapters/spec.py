@@ -83,6 +83,8 @@ class AdapterSpec:
         The first value is the one that PEFT's `get_pattern_key` picks from the file. It need not be the one that was
         picked in training, because PEFT sorts the entries when it saves.
         """
+        if not patterns:
+            return []
         compiled: dict[str, re.Pattern[str]] = self._compiled  # type: ignore[attr-defined]
         for name in names:
             values = [value for key, value in patterns.items() if compiled[key].match(name)]

@@ -6,11 +6,14 @@ Knows nothing of transformers or of any architecture.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+
+from adapters.keys import SurfaceNames
 
 Part = Literal["decoder", "tower", "connector", "head"]
 
@@ -101,6 +104,11 @@ class ModelSurface:
     base_tensor: Callable[[str], torch.Tensor | None] = no_tensor
     base_tensor_names: Collection[str] = ()
     why_tokenizer_unfit: Callable[[Mapping[str, bytes], int], str | None] = any_tokenizer
+
+    @functools.cached_property
+    def names(self) -> SurfaceNames:
+        """What names in adapters' files mean here; made once, since every load asks for all of them."""
+        return SurfaceNames(self)
 
     def is_targeted(self, module_name: str) -> bool:
         """Whether the deploy-time filter lets LoRA through on this module."""

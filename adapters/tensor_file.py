@@ -16,10 +16,9 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +44,7 @@ _ITEM_BITS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One row of a file's table of contents; `start` and `end` are byte offsets in the file."""
 
     name: str
@@ -181,7 +179,7 @@ def _entry(key: str, row: Any, data_start: int, file_name: str) -> TensorEntry:
     try:
         dtype, shape, (start, end) = row["dtype"], row["shape"], row["data_offsets"]
         numbers = [*shape, start, end]
-        is_valid = all(type(number) is int and number >= 0 for number in numbers) and len(shape) <= 8
+        is_valid = {*map(type, numbers)} == {int} and min(numbers) >= 0 and len(shape) <= 8
         num_bits = math.prod(shape) * _ITEM_BITS[dtype]
     except (TypeError, KeyError, ValueError):
         raise _broken(file_name, f"the header's entry for {key[:200]!r} is malformed") from None

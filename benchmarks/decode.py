@@ -37,6 +37,7 @@ from benchmarks.workload import (
     write_model,
 )
 from engine import Engine, EngineConfig
+from engine.setup import freeze_startup_objects
 
 PREFILL = (8, 2048)
 """Prompts and tokens of each in the prefill rows."""
@@ -122,6 +123,7 @@ class Bench:
             )
         )  # fmt: skip
         self.start_seconds = time.perf_counter() - started
+        freeze_startup_objects()  # As `app.py` does.
         self.folders = [
             write_adapter(options.shape, options.rank[number % len(options.rank)], number, root / name, self.device)
             for number, name in enumerate(self.names)

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import uvicorn
 
 from api.app import create_app
 from api.settings import ServerSettings
-from benchmarks import decode, load_client, scale, serve, step_profile, stream_cost, workload
+from benchmarks import decode, load_client, load_parts, scale, serve, step_profile, stream_cost, workload
 from engine import Engine, EngineConfig
 from engine.request import TokenLogprob
 
@@ -52,6 +53,25 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 NAMES = [None, "first", "second", None]
+
+
+def test_load_parts_runs_to_its_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = figures_of(load_parts, "--shape tiny --rank 4 --repeat 1", monkeypatch, capsys)["figures"]
+    assert {"open", "open_and_judge", "numbers_8", "load", "fresh_memory_1", "sha256_8"} <= figures["disk"].keys()
+    assert (
+        all(times["ms"] > 0 for times in figures["disk"].values()) and ("cpu" in figures) == torch.cuda.is_available()
+    )
+
+
+def test_a_row_that_is_not_the_adapter_is_refused(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = engine._slots._writer._writers[0]
+    with engine.adapters.borrow("first") as first, engine.adapters.borrow("nothing") as nothing:
+        writer.write(0, first.generation)
+        load_parts.check_row(writer.groups, first.generation)
+        with pytest.raises(SystemExit):
+            load_parts.check_row(writer.groups, nothing.generation)
+        writer.clear(0)
+    assert "does not hold" in capsys.readouterr().out
 
 
 def test_right_answers_pass_the_check(engine: Engine) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from adapters import keys
 from adapters.keys import KeyResolver, split_key
 from adapters.surface import LinearSite, ModelSurface
 
@@ -125,3 +128,28 @@ def test_a_child_of_an_unsupported_module_has_its_reason() -> None:
     resolver = KeyResolver(experts)
     assert resolver.why_unsupported("model.layers.0.mlp.experts.3.gate_proj") == "expert LoRA is not served"
     assert resolver.why_unsupported(Q) is None
+
+
+def test_what_names_mean_is_worked_out_once_and_for_a_bounded_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "_NUM_REMEMBERED", 3)
+    asked: list[str] = []
+
+    def rename(name: str) -> str:
+        asked.append(name)
+        return f"model.{name}"
+
+    long = "x" * 600
+    resolver = KeyResolver(surface("model.a", "model.b", "model.c", "model.d", f"model.{long}", rename_key=rename))
+    for _ in range(2):
+        assert [resolver.resolve(name).name for name in (long, *"abcde")] == [
+            f"model.{long}", *(f"model.{name}" for name in "abcd"), None,
+        ]  # fmt: skip
+    assert asked == [long, *"abcde", long, *"de"]
+
+
+def test_a_surface_has_its_own_names_and_a_changed_one_others() -> None:
+    first = surface("model.a")
+    second = replace(first, linears=surface("model.b").linears)
+    assert first.names is first.names
+    assert [one.names.modules.resolve("a").name for one in (first, second)] == ["model.a", None]
+    assert [one.names.linears.resolve("b").name for one in (first, second)] == [None, "model.b"]

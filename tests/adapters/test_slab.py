@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adapters.slab
+from adapters.digest import content_hash
 from adapters.errors import AdapterRefused
 from adapters.folder import AdapterFolder
 from adapters.intake import read_generation
@@ -109,6 +110,23 @@ def test_the_digest_does_not_follow_the_order_in_the_file_and_does_follow_a_sing
         changed[name].view(torch.int32).view(-1)[-1] ^= 1
         save_file(changed, swapped / "adapter_model.safetensors")
         assert read_adapter(swapped, surface)[2].digest != digest
+
+
+def test_the_digest_is_that_of_the_plans_facts_as_json_and_of_the_numbers(
+    reference: Path, surface: ModelSurface
+) -> None:
+    with AdapterFolder(reference) as files:
+        plan = plan_adapter(files, surface)
+    pairs = {
+        name: replace(pair, site=replace(pair.site, name='a"\\é\n.q_proj'), scale=scale)
+        for (name, pair), scale in zip(plan.pairs.items(), (2.0, -1e-05, 0.1 + 0.2, 3e22), strict=True)
+    }
+    expected = hashlib.sha256(b"switchboard adapter content 2\n")
+    for pair in pairs.values():
+        for place in (pair.a, pair.b):
+            expected.update(json.dumps([pair.site.name, place.dtype, place.shape, repr(pair.scale)]).encode())
+    expected.update(b"12")
+    assert content_hash(replace(plan, pairs=pairs), [b"1", b"2"]).digest() == expected.digest()
 
 
 def write_reversed(tensors: dict[str, torch.Tensor], path: Path) -> None:
