@@ -4,7 +4,8 @@
 
 The shape is Llama-3.1-8B's unless told otherwise. Each call of a graph reads other keys than the one before, so that they
 come from memory rather than the cache. Launches are sized for `--max-model-len`, as a captured decode step's must be. The
-time is with the step's own keys and values at hand (`us`) and without (`blocks_us`), which matters to whole prompts. The
+time is with the step's own keys and values at hand (`us`), which decodes then write too, and without (`blocks_us`), which
+matters to whole prompts. The
 floor is the larger of bytes over `--bandwidth` and operations over `--rate`. PyTorch's attention is given keys and values
 that lie gathered already (`sdpa_us`, with a mask where a prefill has cached keys), and those of the pools
 (`gather_sdpa_us`). Refuses to report where an answer is wrong.
@@ -173,22 +174,29 @@ def measure(work: Work, options: argparse.Namespace, generator: torch.Generator)
     # What the step itself computed: of a whole prompt all keys, of others the last.
     own = [[tensor[:, -work.query_len :].flatten(0, 1) for tensor in pair] for pair in gathered]
 
-    def ours(case: Inputs, *kv: torch.Tensor) -> torch.Tensor:
+    # The launch of decodes writes them too.
+    places = [case.kv_index[:, -1].contiguous() if work.query_len == 1 else None for case in inputs]
+
+    def ours(case: Inputs, *kv: torch.Tensor, kv_index: torch.Tensor | None = None) -> torch.Tensor:
         k, v = kv or (None, None)
-        return paged_attention(case.q, k_pool, v_pool, case.metadata, scale=scale, k=k, v=v)
+        return paged_attention(case.q, k_pool, v_pool, case.metadata, scale=scale, k=k, v=v, kv_index=kv_index)
 
     last = inputs[-1]
     reference = torch.cat([
         attend_gathered(Work(1, work.query_len, work.kv_len), *(tensor.float() for tensor in (q, k_pool[i], v_pool[i])))
         for q, i in zip(last.q.split(work.query_len), last.kv_index[:, None], strict=True)
     ])  # fmt: skip
-    error = float((ours(last, *own[-1]).float() - reference).norm() / reference.norm())
+    error = float((ours(last, *own[-1], kv_index=places[-1]).float() - reference).norm() / reference.norm())
     if not error < MAX_ERROR:
         refuse(f"{work} differs from the reference by {error}")
 
     times = {
         "us": time_graph(
-            [lambda case=case, kv=kv: ours(case, *kv) for case, kv in zip(inputs, own, strict=True)], options.repeat
+            [
+                lambda case=case, kv=kv, at=at: ours(case, *kv, kv_index=at)
+                for case, kv, at in zip(inputs, own, places, strict=True)
+            ],
+            options.repeat,
         ),
         "blocks_us": time_graph([lambda case=case: ours(case) for case in inputs], options.repeat),
         "sdpa_us": time_graph(

@@ -15,10 +15,12 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.stream_client import read_answer, request_of
 
+KEPT_SECONDS = 2.0
+"""How long a connection may lie idle and be used again; a server ends it at some time (uvicorn after 5 seconds)."""
 _EVENT = re.compile(rb"data: (\{.*\})")
 
 
@@ -112,6 +114,14 @@ class Load:
         return times
 
 
+class _Connection(NamedTuple):
+    """One that nobody uses, and since when."""
+
+    left_at: float
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
 class HttpStreams:
     """Completions over HTTP, each on a connection that a request before it has left.
 
@@ -123,7 +133,7 @@ class HttpStreams:
     def __init__(self, port: int, model: str) -> None:
         self._port = port
         self._model = model
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[_Connection] = []
         self._unread: list[tuple[Request, Times, list[tuple[float, bytes]]]] = []
 
     async def ask(self, request: Request, times: Times) -> None:
@@ -132,12 +142,21 @@ class HttpStreams:
             "model": request.name or self._model, "prompt": request.prompt, "max_tokens": request.output_len,
             "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "logprobs": 0,
         }  # fmt: skip
-        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = await self._connect()
         writer.write(request_of("/v1/completions", body))
         reads = await read_answer(reader)
-        self._idle.append((reader, writer))
+        self._idle.append(_Connection(reads[-1][0], reader, writer))
         self._unread.append((request, times, reads))
         times.tokens_at += [reads[0][0], reads[-1][0]]
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The connection that was left last, or a new one."""
+        while self._idle:
+            left_at, reader, writer = self._idle.pop()
+            if time.perf_counter() - left_at < KEPT_SECONDS:
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection("127.0.0.1", self._port)
 
     def read_all(self) -> None:
         """Put the time of each token into its `Times`. Raises RuntimeError for an answer that is not what was asked for."""

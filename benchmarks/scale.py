@@ -293,7 +293,7 @@ def write_adapters(shape: str, count: int, root: Path, device: str) -> list[Path
 
 
 def main() -> None:
-    """Load, then measure row by row; figures come out once all answers have been checked."""
+    """Load, then measure row by row; each row's figures come out once its answers have been checked."""
     options = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count = max(options.registered)
@@ -322,11 +322,10 @@ def main() -> None:
             names += fresh
             register_s += time.perf_counter() - started
             rows.append({"registered": registered, **ClosedLoop(engine, names, options).run()})
+            print("  ".join(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
         cold = ColdStart(engine, names, options).run() if names else None
         megabytes = engine.adapters.get(names[0]).num_bytes / 1e6 if names else 0.0
         engine.close()
-    for row in rows:
-        print("  ".join(f"{name}={value}" for name, value in row.items()))
     for tier, figures in (cold or {}).items():
         print(f"{tier}: {figures}")
     setup = {

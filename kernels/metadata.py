@@ -65,7 +65,8 @@ class LoraMetadata:
         if not self.has_tiles:
             return
         is_cuda = device.type == "cuda"
-        self.side_stream = torch.cuda.Stream(device) if is_cuda else None
+        # Of high priority: the product would else take all processors first, and the work come after it.
+        self.side_stream = torch.cuda.Stream(device, priority=-1) if is_cuda else None
         """For work of a call that may run beside the base layers' product where that is recorded."""
         self.family = tuning.device_family(torch.cuda.get_device_capability(device) if is_cuda else None)
         capacity = 1 + max(tuning.num_tiles_of(size, max_segments) for size in tuning.step_sizes(max_tokens))

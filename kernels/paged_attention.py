@@ -85,7 +85,8 @@ def paged_attention(
         if metadata.max_chunks:
             write_kv_(k, v, k_pool, v_pool, kv_index)
         else:
-            new = _NewKeys(*(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k, v)), kv_index)
+            k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k, v))
+            new = _NewKeys(k, v, kv_index)
     if metadata.max_decodes:
         _attend_decodes(output, q, k_pool, v_pool, metadata, scale, window, soft_cap, new)
     num_chunks = metadata.max_chunks
@@ -312,10 +313,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     """
     i_kv_head, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
-    token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
-    if tl.load(cu_query_len_ptr + i_row + 1) - token != 1:
-        return
     kv_len = tl.load(kv_len_ptr + i_row)
+    token = i_row  # with HAS_NEW all rows are decodes
+    if not HAS_NEW:
+        token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
+        if tl.load(cu_query_len_ptr + i_row + 1) - token != 1:
+            return
     first, split_len, num_active = _split(kv_len, window, splits, min_split_len, HAS_WINDOW, KEYS)
     # The first split also writes the zeros of a row without keys.
     if i_split >= tl.maximum(num_active, 1):

@@ -212,6 +212,38 @@ def test_clients_time_every_token_that_comes_over_http(engine: Engine, url: str)
     assert opened["requests"] > 0 and opened["first_token_ms_p50"] > 0
 
 
+@pytest.mark.parametrize("kept_seconds", [60.0, 0.0])
+def test_a_connection_that_lay_idle_for_long_is_not_used_again(
+    kept_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may end it just then."""
+    monkeypatch.setattr(load_client, "KEPT_SECONDS", kept_seconds)
+    num_connections, ended = 0, asyncio.Semaphore(0)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        while await reader.read(1 << 16):
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n.\r\n0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+        ended.release()
+
+    async def ask_twice() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            streams = load_client.HttpStreams(server.sockets[0].getsockname()[1], "base")
+            for _ in range(2):
+                await streams.ask(load_client.Request([1], None, 1), load_client.Times(0.0))
+            for connection in streams._idle:
+                connection.writer.close()
+                await connection.writer.wait_closed()
+            for _ in range(num_connections):
+                await ended.acquire()
+
+    asyncio.run(ask_twice())
+    assert num_connections == (1 if kept_seconds else 2)
+
+
 def test_serve_refuses_figures_of_answers_by_another_adapter(
     engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
