@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.errors import Overloaded, RequestTimeout
 
@@ -59,12 +59,14 @@ class Admission:
         request_id: str | None,
         held: HeldRoute | None = None,
         deadline: float | None = None,
+        is_let_in: bool = False,
     ) -> list[Answer]:
         """Start `n` answers; each ends with `RequestTimeout` where it is not done by the `deadline`.
 
         Args:
             prompt, sampling, model, lora, n, request_id, held: as `Engine.start` takes them.
             deadline: of the request that these answers are a part of; where it is None they are all of it.
+            is_let_in: they belong to a request of which another part was let in; the queue may be full by now.
 
         Raises:
             Overloaded: too many wait already.
@@ -73,9 +75,29 @@ class Admission:
         deadline = self.deadline() if deadline is None else deadline
         if asyncio.get_running_loop().time() >= deadline:
             raise self._too_slow()
-        self.check_room()
-        starting = self._start(prompt, sampling, model=model, lora=lora, n=n, request_id=request_id, held=held)
-        answers = await self.in_time(starting, deadline)
+        if not is_let_in:
+            self.check_room()
+        self._num_starting += n  # before anything is awaited: who comes in the same moment finds the place taken
+        try:
+            # May wait for a source of adapters: a client who leaves meanwhile leaves nothing behind.
+            if held is None:
+                await self.in_time(self._engine.find_adapters(model, lora), deadline)
+        except BaseException:
+            self._has_started(n)
+            raise
+        answers = await self._start(
+            self._engine.start(
+                prompt,
+                sampling,
+                model=model,
+                lora=lora,
+                request_id=request_id,
+                n=n,
+                held=None if held is None else held.fork(),
+            ),
+            n,
+            deadline,
+        )
         if deadline < math.inf:
             loop = asyncio.get_running_loop()
             for answer in answers:
@@ -95,40 +117,13 @@ class Admission:
         except asyncio.TimeoutError:
             raise self._too_slow() from None
 
-    async def _start(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        model: str | None,
-        lora: str | None,
-        n: int,
-        request_id: str | None,
-        held: HeldRoute | None = None,
-    ) -> list[Answer]:
-        self._num_starting += n
-        try:
-            # May wait for a source of adapters: a client who leaves meanwhile leaves nothing behind.
-            if held is None:
-                await self._engine.find_adapters(model, lora)
-        except BaseException:
-            self._has_started(n)
-            raise
-        starting = asyncio.ensure_future(
-            self._engine.start(
-                prompt,
-                sampling,
-                model=model,
-                lora=lora,
-                request_id=request_id,
-                n=n,
-                held=None if held is None else held.fork(),
-            )
-        )
+    async def _start(self, work: Coroutine[Any, Any, list[Answer]], n: int, deadline: float) -> list[Answer]:
+        """Await what starts `n` answers, until the deadline; who waits no longer leaves none of them behind."""
+        starting = asyncio.ensure_future(work)
         starting.add_done_callback(lambda _: self._has_started(n))
         try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
+            return await self.in_time(asyncio.shield(starting), deadline)
+        except (asyncio.CancelledError, RequestTimeout):
             # Its worker thread cannot be interrupted: let it end, then free what nobody waits for.
             starting.add_done_callback(_abort_unclaimed)
             raise

@@ -81,9 +81,10 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
-            expose_headers=["X-Request-Id", "X-LoRA-Name", "X-LoRA-Reason"],
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
+            # Clients send headers of their own about themselves; whoever may call may send them.
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Request-Id", "X-LoRA-Name", "X-LoRA-Reason"],
         )
     return app
 

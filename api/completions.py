@@ -67,6 +67,7 @@ async def _start_all(service: Service, body: CompletionRequest, request_id: str)
             lora=body.lora,
             n=body.num_choices,
             request_id=request_id if len(prompts) == 1 else f"{request_id}-{place}",
+            is_let_in=place > 0,
         )
         for place, prompt in enumerate(prompts)
     ]

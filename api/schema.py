@@ -88,7 +88,16 @@ class _Sampled(Body):
     """Fields that chat completions and completions share."""
 
     accepted: ClassVar[frozenset[str]] = frozenset(
-        {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+        {
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+        }
     )
     unserved: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]] = {
         "min_tokens": ((0,), "a least length is not served"),
@@ -227,9 +236,10 @@ class ChatRequest(_Sampled):
         "modalities": ((["text"],), "answers are text"),
         "audio": ((), "answers are text"),
         "prediction": ((), "predicted output is not served"),
-        "reasoning_effort": ((), "the model does not reason apart"),
+        "reasoning_effort": (("none",), "the model does not reason apart"),
         "include_reasoning": ((False,), "the model does not reason apart"),
-        "verbosity": ((), "not served"),
+        "verbosity": (("medium",), "not served"),
+        "moderation": ((), "not served"),
         "web_search_options": ((), "the model has no web access"),
         "documents": (([],), "not served; put them into a message"),
         "chat_template": ((), "the model's own template is used"),

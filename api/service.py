@@ -102,9 +102,19 @@ class Service(AdapterService):
         lora: str | None = None,
         n: int = 1,
         request_id: str | None = None,
+        is_let_in: bool = False,
     ) -> list[Answer]:
-        """Start `n` answers to a raw prompt."""
-        return await self._start("completions", prompt, sampling, model=model, lora=lora, n=n, request_id=request_id)
+        """Start `n` answers to a raw prompt; `is_let_in` as in `Admission.start`."""
+        return await self._start(
+            "completions",
+            prompt,
+            sampling,
+            model=model,
+            lora=lora,
+            n=n,
+            request_id=request_id,
+            is_let_in=is_let_in,
+        )
 
     async def transcribe(
         self,
@@ -177,6 +187,7 @@ class Service(AdapterService):
         request_id: str | None,
         held: HeldRoute | None = None,
         deadline: float | None = None,
+        is_let_in: bool = False,
     ) -> list[Answer]:
         self._check(sampling)
         if isinstance(prompt, TokenPrompt):
@@ -184,7 +195,15 @@ class Service(AdapterService):
         if held is None:  # else this is a piece of a request that was checked as a whole
             self._check_caller(modalities_of(prompt), model, lora)
         answers = await self._admission.start(
-            prompt, sampling, model=model, lora=lora, n=n, request_id=request_id, held=held, deadline=deadline
+            prompt,
+            sampling,
+            model=model,
+            lora=lora,
+            n=n,
+            request_id=request_id,
+            held=held,
+            deadline=deadline,
+            is_let_in=is_let_in,
         )
         self.metrics.watch(route, answers)
         for answer in answers:
@@ -251,6 +270,7 @@ class Service(AdapterService):
 
     async def find_model(self, model: str | None) -> None:
         """`check_model`, once an adapter that only a source knows is listed; raises what `Engine.find_adapters` does."""
+        self._check_visible(model, "model")  # first: what is hidden from a key is not looked for on its behalf
         await self.engine.find_adapters(model)
         self.check_model(model)
 

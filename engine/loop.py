@@ -80,6 +80,7 @@ class EngineLoop:
         self._wakes = Wakes()
         self._states: dict[str, RequestState] = {}
         self._inbox: deque[Callable[[], None]] = deque()
+        self.num_arriving = 0  # submitted during the present step, and not in the scheduler's queue yet
         self._wake = threading.Condition()
         self._is_closing = False
         self._has_ended = False
@@ -111,7 +112,10 @@ class EngineLoop:
         decoding = self._decoding if request.text is None else request.text.decoding
         state = make_state(request, answer, decoding)
         answer.bind(lambda error: self._post(lambda: self._abort(state, error)), self._wakes)
-        if not self._post(lambda: self._accept(state)):
+        with self._wake:
+            is_taken = self._post(lambda: self._accept(state))
+            self.num_arriving += is_taken
+        if not is_taken:
             if request.handle is not None:
                 request.handle.release()
             raise self._closed("The server is shutting down; try again later.")
@@ -196,6 +200,8 @@ class EngineLoop:
             logger.exception("event=engine_action_failed")
 
     def _accept(self, state: RequestState) -> None:
+        with self._wake:
+            self.num_arriving -= 1
         if self._is_closing or self._has_ended:
             self._states[state.request.request_id] = state
             self._scheduler.add(state)

@@ -7,6 +7,7 @@ never read as that token. Knows nothing of routing or requests' lives. Called by
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,6 +115,8 @@ class PromptBuilder:
         templates = chat_template if isinstance(chat_template, Mapping) else {"default": chat_template}
         self._chat_template = templates.get("default")
         self._tool_template = templates.get("tool_use") or self._chat_template
+        # What the renderer sets for the template; the rest of the names are the template's own.
+        self._own_names = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
         self._frontends: dict[Modality, Frontend] = {frontend.modality: frontend for frontend in frontends}
         self._vocab_size = vocab_size
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -212,6 +215,11 @@ class PromptBuilder:
             conversation, tools = self._tool_side("tools").place_tools(conversation, guarded_definitions)
         if prompt.tools is not None or any(message.tool_calls for message in prompt.messages):
             template = self._tool_template
+        if taken := sorted(self._own_names & prompt.template_kwargs.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs.{taken[0]} is not for clients to set; leave it out.",
+                param=f"chat_template_kwargs.{taken[0]}",
+            )
         try:
             text: str = self._tokenizer.apply_chat_template(
                 conversation,

@@ -61,7 +61,7 @@ def take_stats(
         is_running=loop.is_running,
         uptime_s=time.time() - started_at,
         num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
+        num_waiting=len(scheduler.waiting) + loop.num_arriving,
         kv_blocks_used=blocks.num_usable - blocks.num_free,
         kv_blocks_total=blocks.num_usable,
         kv_blocks_cached=blocks.num_cached,

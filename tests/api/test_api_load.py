@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -14,12 +15,13 @@ from starlette.types import Message as AsgiMessage
 
 from api.service import Service
 from api.settings import ServerSettings
-from api.stream import EventStream, merge
+from api.stream import EventStream, collect, merge
 from engine import Engine
-from engine.request import Message, SamplingParams
+from engine.errors import Overloaded
+from engine.request import Message, SamplingParams, TextPrompt
 from tests.api.conftest import Serve
 from tests.api.test_api_chat import eventually
-from tests.pace import held_after
+from tests.pace import held_after, held_before
 
 HI = [{"role": "user", "content": "hi"}]
 LONG: dict[str, Any] = {"messages": HI, "max_tokens": 450, "ignore_eos": True}
@@ -59,6 +61,43 @@ async def test_a_start_that_takes_too_long_is_a_timeout_too(
     with pytest.raises(RequestTimeout):
         await service.start_chat([Message("user", "hi")], SamplingParams())
     assert service.readiness() == "ready"
+
+
+@pytest.mark.asyncio
+async def test_requests_that_come_at_once_are_let_in_up_to_the_bound(tiny_engine: Engine) -> None:
+    service = Service(tiny_engine, ServerSettings(max_queued_requests=3).resolve())
+    with held_before(tiny_engine, 99):
+        starting = [service.start_completion(TextPrompt("hi"), SamplingParams(max_tokens=1)) for _ in range(8)]
+        outcomes = await asyncio.gather(*starting, return_exceptions=True)
+        started = [outcome for outcome in outcomes if isinstance(outcome, list)]
+        assert len(started) == 3
+        assert all(isinstance(outcome, (list, Overloaded)) for outcome in outcomes)
+        assert service.readiness() == "busy"
+    for answers in started:
+        await collect(answers)
+    assert service.readiness() == "ready"
+
+
+@pytest.mark.asyncio
+async def test_requests_that_the_engine_has_not_taken_in_yet_wait_too(tiny_engine: Engine) -> None:
+    service = Service(tiny_engine, ServerSettings(max_queued_requests=2).resolve())
+    may_go_on = threading.Event()
+    try:
+        tiny_engine._loop.call(lambda: may_go_on.wait(120))  # as a step that takes long does
+        started = [await service.start_completion(TextPrompt("hi"), SamplingParams(max_tokens=1)) for _ in range(2)]
+        with pytest.raises(Overloaded):
+            await service.start_completion(TextPrompt("hi"), SamplingParams(max_tokens=1))
+    finally:
+        may_go_on.set()
+    for answers in started:
+        await collect(answers)
+    tiny_engine.check_integrity()
+
+
+def test_prompts_of_one_request_are_let_in_together(serve_with: Serve, base_model: str) -> None:
+    with serve_with(max_queued_requests=2) as url, httpx.Client(base_url=url, timeout=60) as http:
+        body = {"model": base_model, "prompt": ["a", "b", "c", "d"], "max_tokens": 1}
+        assert len(http.post("/v1/completions", json=body).json()["choices"]) == 4
 
 
 @pytest.mark.asyncio

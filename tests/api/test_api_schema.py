@@ -105,7 +105,21 @@ def test_absent_and_null_fields_are_the_defaults() -> None:
 def test_fields_that_change_nothing_are_accepted() -> None:
     fields = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True}
     neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
-    assert chat(**fields, **neutral).sampling() == chat().sampling()
+    defaults = {"reasoning_effort": "none", "verbosity": "medium", "prompt_cache_options": {"ttl": "30m"}}
+    assert chat(**fields, **neutral, **defaults).sampling() == chat().sampling()
+
+
+def test_every_field_of_the_openai_package_is_known() -> None:
+    from openai.types import completion_create_params as of_completions
+    from openai.types.chat import completion_create_params as of_chat
+
+    for params, model in (
+        (of_chat.CompletionCreateParamsNonStreaming, ChatRequest),
+        (of_completions.CompletionCreateParamsNonStreaming, CompletionRequest),
+    ):
+        known = model.model_fields.keys() | model.accepted | model.unserved.keys()
+        assert len(params.__annotations__) > 10
+        assert params.__annotations__.keys() <= known
 
 
 @pytest.mark.parametrize(
@@ -143,6 +157,7 @@ def test_fields_that_change_nothing_are_accepted() -> None:
         ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"audio": {"voice": "x"}}, "audio"),
+        ({"moderation": {"model": "x"}}, "moderation"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"chat_template": "{{x}}"}, "chat_template"),

@@ -14,6 +14,7 @@ from api.auth import Policy
 from api.quota import Quota, RateLimited
 from api.settings import ConfigFault, ServerSettings
 from api.tenants import Caller, Role, TenantsFile
+from engine import Engine
 from tests.api.conftest import Serve
 
 
@@ -195,13 +196,48 @@ def test_changes_of_adapters_are_recorded_with_who_and_how_they_ended(
     assert "r-key" not in audit.read_text().replace("admin-key", "")
 
 
+def test_a_name_that_is_hidden_from_a_key_is_looked_for_nowhere(
+    tiny_engine: Engine, serve_with: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_for: list[str | None] = []
+
+    async def note(*names: str | None) -> None:
+        looked_for.extend(names)
+
+    monkeypatch.setattr(tiny_engine, "find_adapters", note)
+    path = write(tmp_path / "t.json", tenant("ana", "a-key", adapters=["team-*"]))
+    with serve_with(tenants=str(path)) as url, httpx.Client(base_url=url, headers=login("a-key"), timeout=60) as http:
+        for name in ("team-a", "secret"):
+            for route, body in (
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+                ("/v1/completions", {"prompt": "a"}),
+                ("/tokenize", {"prompt": "a"}),
+                ("/detokenize", {"tokens": [1]}),
+            ):
+                assert http.post(route, json={"model": name, **body}).status_code == 404, route
+    assert set(looked_for) - {None} == {"team-a"}
+
+
+# What the openai package for JavaScript sends beside the usual headers.
+_SDK_HEADERS = (
+    "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count,x-stainless-timeout"
+)
+
+
 def test_other_sites_pages_may_call_only_where_they_are_named(serve_with: Serve) -> None:
-    asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    asks = {
+        "origin": "https://app.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": _SDK_HEADERS,
+    }
     for settings, allowed in (({}, None), ({"allowed_origins": ["https://app.example"]}, "https://app.example")):
         with serve_with(api_key="k", **settings) as url, httpx.Client(base_url=url, timeout=60) as http:
             asked = http.options("/v1/chat/completions", headers=asks)
             assert asked.headers.get("access-control-allow-origin") == allowed
             assert (asked.status_code == 200) is (allowed is not None)
+            assert all(
+                name in asked.headers.get("access-control-allow-headers", "") for name in _SDK_HEADERS.split(",")
+            ) is (allowed is not None)
             other = http.get("/v1/models", headers={**login("k"), "origin": "https://evil.example"})
             assert "access-control-allow-origin" not in other.headers
 
