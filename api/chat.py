@@ -5,7 +5,6 @@ The whole answer is the collected stream: both are made from the same events. Ca
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -15,8 +14,8 @@ from fastapi.responses import JSONResponse, Response
 
 from api.body import json_body, new_id, service_of
 from api.calls import ChoiceReader
+from api.conversation import read_conversation
 from api.logprobs import TokenTexts
-from api.messages import MediaRules, read_messages
 from api.openapi import json_request
 from api.schema import ChatRequest, client_words
 from api.service import now
@@ -42,8 +41,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await json_body(request, ChatRequest)
     service = service_of(request)
     sampling, opens_answer, tools = body.sampling(), body.opens_answer, body.tool_use()
-    rules = MediaRules(service.engine.modalities, service.engine.config.max_upload_mb << 20)
-    messages = await asyncio.to_thread(read_messages, body.messages, rules)
+    messages = await until_disconnect(request, read_conversation(body.messages, service))
     request_id = new_id("chatcmpl")
     starting = service.start_chat(
         messages,

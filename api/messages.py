@@ -7,9 +7,10 @@ files): called in a worker thread. Which adapter the media call for is decided l
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from api.media_urls import MediaUrls
 from api.tools import read_calls
 from engine.errors import InvalidRequest, MediaError
 from engine.media import decode_base64
@@ -23,10 +24,22 @@ _LABELS = frozenset({"name", "tool_call_id"})
 
 @dataclass(frozen=True)
 class MediaRules:
-    """What the model takes and how much: modalities, and bytes of one file."""
+    """What the model takes, how much, and from where.
+
+    Attributes:
+        modalities: of the model.
+        max_bytes: of one file.
+        urls: says which addresses may be given.
+        fetched: what lies at such an address.
+        wanted: filled while messages are read: addresses that are not in `fetched`, each with its first field. Their
+            parts are empty.
+    """
 
     modalities: Collection[str]
     max_bytes: int
+    urls: MediaUrls = field(default_factory=lambda: MediaUrls(()))
+    fetched: Mapping[str, bytes] = field(default_factory=dict)
+    wanted: dict[str, str] = field(default_factory=dict)
 
 
 def read_messages(raw: object, rules: MediaRules) -> list[Message]:
@@ -111,13 +124,13 @@ def _input_audio(raw: Mapping[str, Any], path: str, rules: MediaRules) -> Part:
 
 def _audio_url(raw: Mapping[str, Any], path: str, rules: MediaRules) -> Part:
     _require_modality("audio", f"{path}.audio_url", rules)
-    source, param = _data_url(raw, "audio_url", path, rules)
+    source, param = _file(raw, "audio_url", path, rules)
     return AudioPart(source, param)
 
 
 def _image_url(raw: Mapping[str, Any], path: str, rules: MediaRules) -> Part:
     _require_modality("image", f"{path}.image_url", rules)
-    source, param = _data_url(raw, "image_url", path, rules)
+    source, param = _file(raw, "image_url", path, rules)
     return ImagePart(source, param)
 
 
@@ -129,15 +142,15 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str, MediaRules], Part]] = {
 }
 
 
-def _data_url(raw: Mapping[str, Any], kind: str, path: str, rules: MediaRules) -> tuple[bytes, str]:
+def _file(raw: Mapping[str, Any], kind: str, path: str, rules: MediaRules) -> tuple[bytes, str]:
     param = f"{path}.{kind}.url"
     url = _string(_object(raw, kind, path, {"url", "detail"}), "url", param)
-    if url[:5].lower() != "data:":
-        scheme = url.partition(":")[0][:16]
-        raise InvalidRequest(
-            f"{param} is a {scheme!r} address; this server fetches nothing, send the file as a data: URL.", param=param
-        )
-    return decode_base64(url, param=param, max_bytes=rules.max_bytes), param
+    if url[:5].lower() == "data:":
+        return decode_base64(url, param=param, max_bytes=rules.max_bytes), param
+    rules.urls.check(url, param)
+    if url not in rules.fetched:
+        rules.wanted.setdefault(url, param)
+    return rules.fetched.get(url, b""), param
 
 
 def _object(raw: Mapping[str, Any], name: str, path: str, allowed: Collection[str]) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from api.auth import Policy
 from api.cards import adapter_card, base_card
 from api.errors import PermissionDenied
 from api.logprobs import TokenTexts
+from api.media_urls import MediaUrls
 from api.metrics import Metrics
 from api.settings import ServerSettings
 from api.tenants import Caller, Role
@@ -56,6 +57,7 @@ class Service(AdapterService):
         engine: the engine that answers.
         settings: the server's settings, resolved.
         policy: roles of credentials; whoever lets people change adapters asks it first.
+        media_urls: fetches media that requests give by address, where that is allowed.
         metrics: what `/metrics` shows.
         caller: for whom this view of the service works; see `for_caller`.
     """
@@ -65,6 +67,7 @@ class Service(AdapterService):
         self.policy = Policy(settings)
         self._root = self
         self._admission = Admission(engine, settings)
+        self.media_urls = MediaUrls(settings.allowed_media_domains)
         self.metrics = Metrics(engine, lambda: self._admission.num_waiting)
         self._recording_pool = ThreadPoolExecutor(RECORDING_THREADS, thread_name_prefix="recordings")
 

@@ -61,6 +61,10 @@ class ServerSettings:
         [], "sites whose pages may call the API from a browser (CORS); * is any", nargs="+", metavar="ORIGIN",
         shown_default="none",
     )  # fmt: skip
+    allowed_media_domains: list[str] = setting(
+        [], "hosts from which media may be fetched that a message gives by http address; * is any public host", nargs="+",
+        metavar="HOST", shown_default="none",
+    )  # fmt: skip
     audit_log: str | None = setting(
         None, "file that gets a JSON line for each change of an adapter; the log has them too", metavar="FILE"
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from api.body import json_body, service_of
-from api.messages import MediaRules, read_messages
+from api.conversation import read_conversation
 from api.openapi import json_request
 from api.schema import DetokenizeRequest, TokenizeRequest
 from api.service import Service
@@ -40,8 +39,7 @@ async def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Send either prompt or messages.", param="prompt")
     if body.prompt is None:
-        rules = MediaRules(service.engine.modalities, service.engine.config.max_upload_mb << 20)
-        messages = await asyncio.to_thread(read_messages, body.messages, rules)
+        messages = await read_conversation(body.messages, service)
         is_continued = bool(body.continue_final_message)
         opens_answer = body.add_generation_prompt is not False and not is_continued
         kwargs = body.chat_template_kwargs or {}

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,6 +36,7 @@ WEATHER = {"type": "function", "function": {"name": "get_weather", "description"
 NOW = {"type": "function", "function": {"name": "now", "strict": True}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 TOOLS: Any = [WEATHER, NOW]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +214,28 @@ def test_text_before_a_call_stays_content() -> None:
         "arguments": "{}",
     }
     assert [reader.finish_reason(reason) for reason in ("stop", "length")] == ["tool_calls", "length"]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_examples_of_the_documentation_run(caller: openai.OpenAI, url: str) -> None:
+    section = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split("\n### Tools\n")[1].split("\n## ")[0]
+    by_curl, in_python = (
+        re.search(rf"^```{language}\n(.*?)^```$", section, re.DOTALL | re.MULTILINE) for language in ("sh", "python")
+    )
+    assert by_curl is not None and in_python is not None
+    script = by_curl[1].replace("MODEL", "caller").replace("http://127.0.0.1:7860", url)
+    ran = subprocess.run(["sh", "-c", script], capture_output=True, check=True)
+    assert json.loads(ran.stdout)["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    # An answer with two calls for the example to answer, which a model of random weights gives sooner or later.
+    answers = (ask(caller, tool_choice="required", max_tokens=400, seed=seed) for seed in range(40))
+    answer = next(answer for answer in answers if len(answer.choices[0].message.tool_calls or ()) > 1)
+    stub = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=lambda **_: answer)))
+    messages = list(HI)
+    names = {"client": stub, "messages": messages, "tools": TOOLS, "run": lambda name, arguments: f"{name} {arguments}"}
+    exec(in_python[1], names)
+    assert [m["role"] if isinstance(m, dict) else m.role for m in messages[:3]] == ["user", "assistant", "tool"]
+    assert sum(not isinstance(m, dict) for m in messages) == 1
+    assert caller.chat.completions.create(model="caller", messages=messages, tools=TOOLS, max_tokens=2).usage
 
 
 def test_langchain_binds_tools(url: str) -> None:
