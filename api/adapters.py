@@ -22,7 +22,7 @@ from api.auth import require_admin
 from api.body import json_body, service_of
 from api.cards import parent_of
 from api.forms import Form
-from api.openapi import json_request, multipart_request
+from api.openapi import json_request, multipart_request, other_answers
 from api.schema import LoadAdapterRequest, PatchAdapterRequest, UnloadAdapterRequest, client_words
 from api.service import Service
 from engine.errors import InvalidRequest
@@ -39,7 +39,7 @@ _UPLOAD_FIELDS = frozenset({"name", "dry_run", "load_inplace"})
 MAX_FILES = 256
 
 
-@admin.post("/v1/load_lora_adapter", openapi_extra=json_request(LoadAdapterRequest))
+@admin.post("/v1/load_lora_adapter", openapi_extra=json_request(LoadAdapterRequest), response_class=PlainTextResponse)
 async def load_lora_adapter(request: Request) -> Response:
     """Load an adapter from a folder on the server, or replace one in place."""
     service = service_of(request)
@@ -54,7 +54,9 @@ async def load_lora_adapter(request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@admin.post("/v1/unload_lora_adapter", openapi_extra=json_request(UnloadAdapterRequest))
+@admin.post(
+    "/v1/unload_lora_adapter", openapi_extra=json_request(UnloadAdapterRequest), response_class=PlainTextResponse
+)
 async def unload_lora_adapter(request: Request) -> Response:
     """Unload an adapter by its name or its number; answers under way end on it."""
     service = service_of(request)
@@ -155,7 +157,12 @@ async def list_adapters(request: Request) -> dict[str, Any]:
 
 
 # Before the route below, whose path takes in this one's.
-@router.get("/v1/adapters/{name:path}/download", dependencies=[Depends(require_admin)])
+@router.get(
+    "/v1/adapters/{name:path}/download",
+    dependencies=[Depends(require_admin)],
+    response_class=FileResponse,
+    openapi_extra=other_answers("application/zip"),
+)
 async def download_adapter(request: Request, name: str) -> FileResponse:
     """The adapter's files as a zip that can be uploaded again."""
     with _missing_is("name"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
@@ -34,7 +34,7 @@ router = APIRouter()
 
 # nginx's number for a client that closed the connection; nobody reads it.
 CLIENT_CLOSED_REQUEST = 499
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE"]
 
 
 def create_app(
@@ -89,14 +89,14 @@ def create_app(
     return app
 
 
-@router.get("/health")
+@router.get("/health", responses={503: {"description": "The engine has stopped"}})
 async def health(request: Request) -> Response:
     """200 while the engine's thread lives, even when it only ends what is under way, else 503; needs no credential."""
     is_running = service_of(request).stats().is_running
     return JSONResponse({"status": "ok" if is_running else "down"}, status_code=200 if is_running else 503)
 
 
-@router.get("/health/ready")
+@router.get("/health/ready", responses={503: {"description": "The server is stopping, or its queue is full"}})
 async def ready(request: Request) -> Response:
     """200 where a request would be taken now, 503 where the server is stopping or its queue is full; needs no credential."""
     state = service_of(request).readiness()
@@ -104,7 +104,7 @@ async def ready(request: Request) -> Response:
     return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503, headers=headers)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Counts, latencies and residency in Prometheus' text form."""
     service = service_of(request)

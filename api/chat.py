@@ -16,7 +16,7 @@ from api.body import json_body, new_id, service_of
 from api.calls import ChoiceReader
 from api.conversation import read_conversation
 from api.logprobs import TokenTexts
-from api.openapi import json_request
+from api.openapi import json_request, other_answers
 from api.schema import ChatRequest, client_words
 from api.service import now
 from api.stream import (
@@ -35,7 +35,7 @@ from engine.request import Delta
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=json_request(ChatRequest))
+@router.post("/v1/chat/completions", openapi_extra=json_request(ChatRequest) | other_answers("text/event-stream"))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation of text and audio."""
     body = await json_body(request, ChatRequest)

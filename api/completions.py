@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from api.body import json_body, new_id, service_of
 from api.logprobs import TokenTexts
-from api.openapi import json_request
+from api.openapi import json_request, other_answers
 from api.schema import MAX_CHOICES, SAMPLED_WORDS, CompletionRequest, client_words
 from api.service import Service, now
 from api.stream import (
@@ -33,7 +33,7 @@ from engine.request import Delta, TextPrompt, TokenPrompt
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=json_request(CompletionRequest))
+@router.post("/v1/completions", openapi_extra=json_request(CompletionRequest) | other_answers("text/event-stream"))
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several, each as text or as token ids."""
     body = await json_body(request, CompletionRequest)

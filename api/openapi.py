@@ -20,6 +20,13 @@ def json_request(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def other_answers(*media_types: str) -> dict[str, Any]:
+    """The `openapi_extra` of a route that answers in these forms too, or, with a response class of its own, instead of JSON."""
+    return {
+        "responses": {"200": {"content": {media_type: {"schema": {"type": "string"}} for media_type in media_types}}}
+    }
+
+
 def multipart_request(required: dict[str, str], optional: dict[str, str]) -> dict[str, Any]:
     """The `openapi_extra` of a route that reads a form; each field maps to its JSON type, or `file`."""
     properties = {name: _form_field(kind) for name, kind in {**required, **optional}.items()}
@@ -31,8 +38,31 @@ def _form_field(kind: str) -> dict[str, Any]:
     return {"type": "string", "format": "binary"} if kind == "file" else {"type": kind}
 
 
+_NULLABLE_TEXT = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _NULLABLE_TEXT,
+                "code": _NULLABLE_TEXT,
+            },
+        }
+    },
+}
+_ERROR_ANSWER = {
+    "description": "What is wrong: a field of the request, a credential, a limit, or the server",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+
+
 class DescribedApi(FastAPI):
-    """A FastAPI application that adds the schemas of `bodies` to its description."""
+    """A FastAPI application that adds the schemas of `bodies`, and the errors' one form, to its description."""
 
     bodies: tuple[type[BaseModel], ...] = ()
 
@@ -43,7 +73,14 @@ class DescribedApi(FastAPI):
             _, definitions = models_json_schema(
                 [(model, "validation") for model in self.bodies], ref_template="#/components/schemas/{model}"
             )
-            document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            schemas.update(definitions["$defs"], Error=_ERROR)
+            for name in ("HTTPValidationError", "ValidationError"):  # the framework's own, which no route answers
+                schemas.pop(name, None)
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+                    operation["responses"]["default"] = _ERROR_ANSWER
         assert self.openapi_schema is not None
         return self.openapi_schema
 

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from api.body import new_id, service_of
 from api.forms import Form
-from api.openapi import multipart_request
+from api.openapi import multipart_request, other_answers
 from api.schema import client_words
 from api.service import Service
 from api.stream import EventStream, answer_headers, until_disconnect
@@ -55,6 +55,7 @@ _UNSERVED: Mapping[str, str] = {
     "hotwords": "not served; write the words into prompt",
     "to_language": "translation is not served; ask for it in /v1/chat/completions",
 }
+_SRT, _VTT = "application/x-subrip", "text/vtt"
 _FORM = multipart_request(
     {"file": "file", "model": "string"},
     {
@@ -119,7 +120,10 @@ class _Transcript:
         }
 
 
-@router.post("/v1/audio/transcriptions", openapi_extra=_FORM)
+@router.post(
+    "/v1/audio/transcriptions",
+    openapi_extra=_FORM | other_answers("text/plain", _SRT, _VTT, "text/event-stream"),
+)
 async def create_transcription(request: Request) -> Response:
     """Write down what is said in a recording; the answer is JSON, plain text or subtitles."""
     service = service_of(request)
@@ -242,9 +246,9 @@ def _answer(transcript: _Transcript, response_format: str, headers: Mapping[str,
     if response_format == "text":
         return PlainTextResponse(transcript.text, headers=headers)
     if response_format == "srt":
-        return Response(write_srt(transcript.segments), media_type=_SRT, headers=headers)
+        return Response(write_srt(transcript.segments), media_type=f"{_SRT}; charset=utf-8", headers=headers)
     if response_format == "vtt":
-        return Response(write_vtt(transcript.segments), media_type=_VTT, headers=headers)
+        return Response(write_vtt(transcript.segments), media_type=f"{_VTT}; charset=utf-8", headers=headers)
     body: dict[str, Any] = {"text": transcript.text}
     if response_format == "verbose_json":
         seconds = round(transcript.start.duration, 3)
@@ -252,10 +256,6 @@ def _answer(transcript: _Transcript, response_format: str, headers: Mapping[str,
     else:
         body["usage"] = transcript.usage()
     return JSONResponse({**body, "lora": transcript.start.receipt.to_dict()}, headers=headers)
-
-
-_SRT = "application/x-subrip; charset=utf-8"
-_VTT = "text/vtt; charset=utf-8"
 
 
 async def _chunks(
