@@ -13,10 +13,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from api.cli import CommandLine, parse_command_line
 from api.settings import ConfigFault, ServerSettings
@@ -24,7 +25,6 @@ from engine.config import EngineConfig
 from engine.errors import AppError
 
 if TYPE_CHECKING:
-    import uvicorn
     from fastapi import FastAPI
 
     from engine import Engine
@@ -82,27 +82,49 @@ def _run(command: CommandLine) -> int:
             def stop() -> None:
                 log.info("event=stopping drain_seconds=%g", settings.drain_seconds)
                 end_sessions(app)
-                stopper.start()
+                stopper.start(server.end)
 
-            _make_server(app, settings, on_ready=lambda: log.info("event=ready url=%s", url), on_stop=stop).run(
-                sockets=[listener]
-            )
+            server = _make_server(app, settings, on_ready=lambda: log.info("event=ready url=%s", url), on_stop=stop)
+            server.run(sockets=[listener])
         finally:
             stopper.finish()
     log.info("event=stopped")
     return 0
 
 
+class _Server(Protocol):
+    """What `_run` needs of the server."""
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until the end."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What a signal does."""
+
+    def end(self) -> None:
+        """Stop listening."""
+
+
 class _Stopper:
     """Closes the engine beside the server, so that answers under way drain or end while sockets are still open."""
 
     def __init__(self, engine: Engine, drain_seconds: float) -> None:
-        self._thread = threading.Thread(target=engine.close, args=(drain_seconds,), name="stopper")
+        self._engine = engine
+        self._drain_seconds = drain_seconds
+        self._on_closed: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._close, name="stopper")
 
-    def start(self) -> None:
-        """Begin to close the engine, once."""
+    def start(self, on_closed: Callable[[], None] = lambda: None) -> None:
+        """Begin to close the engine, once; `on_closed` is called when it is closed."""
         if self._thread.ident is None:
+            self._on_closed = on_closed
             self._thread.start()
+
+    def _close(self) -> None:
+        try:
+            self._engine.close(self._drain_seconds)
+        finally:
+            self._on_closed()
 
     def finish(self) -> None:
         """Close the engine and wait until it is closed."""
@@ -112,22 +134,31 @@ class _Stopper:
 
 def _make_server(
     app: FastAPI, settings: ServerSettings, *, on_ready: Callable[[], None], on_stop: Callable[[], None]
-) -> uvicorn.Server:
+) -> _Server:
     import uvicorn
 
     class Server(uvicorn.Server):
-        """Tells when it is ready; a signal stops it without being raised again, so that the exit code is 0."""
+        """Tells when it is ready. A signal calls `on_stop` and is not raised again, so that the exit code is 0; the server
+        goes on to answer, be it that it is stopping, until `end`. A second signal ends it at once."""
+
+        stopping_since: float | None = None
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             on_ready()
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self.should_exit:
-                self.force_exit = True
+            if self.stopping_since is not None:
+                self.should_exit = self.force_exit = True
                 return
-            self.should_exit = True
+            self.stopping_since = time.monotonic()
             on_stop()
+
+        def end(self) -> None:
+            """Stop listening; what is left of the drain, and a little more, is for readers that are slow."""
+            left = settings.drain_seconds - (time.monotonic() - (self.stopping_since or -math.inf))
+            self.config.timeout_graceful_shutdown = math.ceil(max(0.0, left)) + GRACE_SECONDS
+            self.should_exit = True
 
     return Server(
         uvicorn.Config(
@@ -137,7 +168,6 @@ def _make_server(
             server_header=False,
             # The browser app streams over plain HTTP; nothing here speaks WebSocket.
             ws="none",
-            timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + GRACE_SECONDS,
         )
     )
 

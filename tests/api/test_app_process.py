@@ -9,14 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 import app
+from api.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -72,6 +75,42 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(capfd: pytest.CaptureF
         port = taken.getsockname()[1]
         assert app.main(["--port", str(port), "--model", "/nowhere"]) == 1
     assert f"port {port} (address already in use); choose another with --port." in capfd.readouterr().err
+
+
+class Draining:
+    """An engine whose answers under way end when the test says so."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def close(self, _drain_s: float) -> None:
+        assert self.may_end.wait(120)
+
+
+def test_new_connections_are_answered_while_answers_drain() -> None:
+    engine = Draining()
+    stopper = app._Stopper(engine, 60.0)  # type: ignore[arg-type]
+    pages = FastAPI()
+    pages.add_api_route("/page", lambda: "here")
+    is_ready = threading.Event()
+    server = app._make_server(
+        pages, ServerSettings(drain_seconds=60.0), on_ready=is_ready.set, on_stop=lambda: stopper.start(server.end)
+    )
+    with app._bind("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        assert is_ready.wait(120)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/page"
+        try:
+            server.handle_exit(signal.SIGINT, None)
+            for _ in range(3):
+                thread.join(0.15)  # as long as the server takes to notice that it should end
+                assert thread.is_alive() and httpx.get(url).json() == "here"
+        finally:
+            engine.may_end.set()
+        thread.join(60)
+        assert not thread.is_alive()
+    stopper.finish()
 
 
 def next_line(log: IO[str], event: str, lines: list[str]) -> str:
