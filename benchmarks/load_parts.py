@@ -43,10 +43,10 @@ from engine.setup import freeze_startup_objects, load_base
 
 NUM_THREADS = (1, 2, 4, 8)
 RINGS = (
-    Ring(4 << 20, 8, 4),
+    Ring(),
     Ring(4 << 20, 8, 8),
     Ring(2 << 20, 16, 4),
-    Ring(),
+    Ring(2 << 20, 16, 8),
     Ring(2 << 20, 16, 12),
     Ring(1 << 20, 32, 8),
 )

@@ -60,20 +60,26 @@ ADAPTER_READ_SHARE = 0.5
 """Of the bandwidth, for the small matrices of many adapters."""
 COMPUTE_SHARE = 0.615
 """Of the tensor cores, for prompts, and for steps whose products take longer than reading the weights."""
-LAYER_SECONDS = 34e-6
+LAYER_SECONDS = 31e-6
 """Gaps between a layer's kernels, in a recorded step."""
-ROW_SECONDS = 4.5e-6
+ROW_SECONDS = 4e-6
 """A request's share of a step beside what is read and multiplied: attention, activations, sampling."""
 LORA_LAYER_SECONDS = 19e-6
 """A layer's LoRA launches, in a recorded step, with any number of adapters."""
-LORA_ROW_SECONDS = 2.4e-6
+LORA_ROW_SECONDS = 3e-6
 """What LoRA adds to a request's share of a step."""
 LORA_PROMPT_SHARE = 0.13
 """What LoRA adds to the computing of a prompt."""
-PROMPT_LAYER_SECONDS = 0.87e-3
-"""The host's launches of a layer in a step that holds a prompt, which is not recorded: no such step is shorter."""
-LORA_PROMPT_LAYER_SECONDS = 0.55e-3
+PROMPT_LAYER_SECONDS = 0.105e-3
+"""What a layer adds to reading the weights in a recorded step that holds a prompt, however short."""
+LORA_PROMPT_LAYER_SECONDS = 0.04e-3
+"""What LoRA adds to that."""
+LAUNCHED_LAYER_SECONDS = 0.87e-3
+"""The host's launches of a layer in a step of more tokens, which is not recorded: no such step is shorter."""
+LORA_LAUNCHED_LAYER_SECONDS = 0.55e-3
 """What LoRA adds to those."""
+MAX_RECORDED_TOKENS = 1024
+"""Of steps with prompts (`engine/graphs`)."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +183,12 @@ def _share_of(base: BaseModel, config: EngineConfig, surface: ModelSurface, spli
 
 def estimate_speed(base: BaseModel, gpu: Gpu, work: Workload) -> SpeedEstimate:
     """What `work` should see on `gpu` once `work.batch` requests run all the time."""
-    step, prompt, shortest = _step_seconds(base, gpu, work), *_prompt_seconds(base, gpu, work)
+    step, prompt = _step_seconds(base, gpu, work), _prompt_seconds(base, gpu, work)
+    shortest = _shortest_prompt_step(base, gpu, work, work.prompt_len + work.batch - 1)
     # Requests that start in the same step share it, so that fewer steps hold a prompt than there are requests.
     steps_with_prompt = work.answer_len * -math.expm1(-work.batch / work.answer_len)
     apart = work.answer_len * step + max(steps_with_prompt * (shortest - step), work.batch * prompt)
-    all_first = max(shortest, work.batch * prompt)
+    all_first = max(_shortest_prompt_step(base, gpu, work, work.batch * work.prompt_len), work.batch * prompt)
     together = (work.answer_len - 1) * step + all_first
     return SpeedEstimate(
         first_token_s=max(shortest, prompt),
@@ -205,9 +212,7 @@ def _step_seconds(base: BaseModel, gpu: Gpu, work: Workload) -> float:
     """A recorded step of the whole batch, one token each."""
     decoder, numbers, head_numbers = _linears(base, work.rank)
     num_layers, bandwidth = base.kv_shape.num_layers, gpu.bandwidth * READ_SHARE
-    bits = None if base.quantization is None else base.quantization.bits
-    weight_bytes = base.dtype.itemsize if bits is None else bits / 8
-    read = (numbers * weight_bytes + head_numbers * base.dtype.itemsize) / bandwidth
+    read = _read_seconds(base, gpu, numbers, head_numbers)
     computed = 2 * work.batch * (numbers + head_numbers) / (gpu.flops * COMPUTE_SHARE)
     context = work.prompt_len + work.answer_len / 2
     kv_read = work.batch * context * base.kv_shape.bytes_per_token / bandwidth
@@ -219,13 +224,27 @@ def _step_seconds(base: BaseModel, gpu: Gpu, work: Workload) -> float:
     return step
 
 
-def _prompt_seconds(base: BaseModel, gpu: Gpu, work: Workload) -> tuple[float, float]:
-    """What a prompt takes to compute, and the shortest step that can hold one."""
+def _read_seconds(base: BaseModel, gpu: Gpu, numbers: int, head_numbers: int) -> float:
+    """Reading all weights once."""
+    bits = None if base.quantization is None else base.quantization.bits
+    weight_bytes = base.dtype.itemsize if bits is None else bits / 8
+    return (numbers * weight_bytes + head_numbers * base.dtype.itemsize) / (gpu.bandwidth * READ_SHARE)
+
+
+def _prompt_seconds(base: BaseModel, gpu: Gpu, work: Workload) -> float:
+    """What a prompt takes to compute."""
     _, numbers, _ = _linears(base, work.rank)
-    num_layers = base.kv_shape.num_layers
     # A token costs two operations a weight, and four a number of the query for each earlier token, of which half are there.
-    attention = 2 * num_layers * base.text_config.hidden_size * work.prompt_len
-    computed = work.prompt_len * (2 * numbers + attention) / (gpu.flops * COMPUTE_SHARE)
-    if not work.num_adapters:
-        return computed, num_layers * PROMPT_LAYER_SECONDS
-    return computed * (1 + LORA_PROMPT_SHARE), num_layers * (PROMPT_LAYER_SECONDS + LORA_PROMPT_LAYER_SECONDS)
+    attention = 2 * base.kv_shape.num_layers * base.text_config.hidden_size * work.prompt_len
+    computed: float = work.prompt_len * (2 * numbers + attention) / (gpu.flops * COMPUTE_SHARE)
+    return computed * (1 + LORA_PROMPT_SHARE if work.num_adapters else 1)
+
+
+def _shortest_prompt_step(base: BaseModel, gpu: Gpu, work: Workload, num_tokens: int) -> float:
+    """What a step with a prompt takes at least, `num_tokens` in all."""
+    num_layers, has_lora = base.kv_shape.num_layers, work.num_adapters > 0
+    if num_tokens > MAX_RECORDED_TOKENS:
+        return num_layers * (LAUNCHED_LAYER_SECONDS + has_lora * LORA_LAUNCHED_LAYER_SECONDS)
+    _, numbers, head_numbers = _linears(base, work.rank)
+    a_layer = PROMPT_LAYER_SECONDS + has_lora * LORA_PROMPT_LAYER_SECONDS
+    return _read_seconds(base, gpu, numbers, head_numbers) + num_layers * a_layer

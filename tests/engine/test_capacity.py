@@ -10,7 +10,8 @@ import pytest
 
 from engine import Engine, EngineConfig
 from engine.__main__ import main
-from engine.capacity import GPUS, Workload, estimate_speed, plan_memory
+from engine.capacity import GPUS, MAX_RECORDED_TOKENS, Workload, estimate_speed, plan_memory
+from engine.graphs import mixed_sizes
 from engine.model import BaseModel, outline_model
 from tests.oracles import make_model
 
@@ -70,10 +71,12 @@ def test_speeds_are_within_a_tenth_of_the_measured_tables(base: BaseModel) -> No
         assert found.all_first_tokens_s == pytest.approx(float(measured_s), rel=0.1)
 
 
-def test_short_prompts_one_by_one_cost_more_than_together(base: BaseModel) -> None:
-    for prompt_len, least, most in ((64, 0.2, 0.5), (4096, 0.95, 1.0)):
-        found = estimate_speed(base, GPUS["h200"], Workload(64, prompt_len, answer_len=64, num_adapters=32))
-        assert least < found.tokens_per_s / found.tokens_per_s_together <= most
+def test_prompts_one_by_one_cost_more_than_together_where_steps_are_not_recorded(base: BaseModel) -> None:
+    assert mixed_sizes(10 * MAX_RECORDED_TOKENS)[-1] == MAX_RECORDED_TOKENS
+    longest = MAX_RECORDED_TOKENS - 7  # beside 7 other requests
+    for prompt_len, least, most in ((64, 0.95, 1.0), (longest, 0.95, 1.0), (longest + 1, 0.8, 0.92), (4096, 0.95, 1.0)):
+        found = estimate_speed(base, GPUS["h200"], Workload(8, prompt_len, answer_len=64, num_adapters=8))
+        assert least < found.tokens_per_s / found.tokens_per_s_together <= most, prompt_len
         assert found.requests_per_s == pytest.approx(found.tokens_per_s / 64)
     alone = estimate_speed(base, GPUS["h200"], Workload(1, 64, answer_len=64))
     assert alone.first_token_s == alone.all_first_tokens_s
