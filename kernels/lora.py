@@ -219,6 +219,7 @@ def num_processors(device: torch.device) -> int:
 # reads what that one cannot have written, and waits before it reads the rest. Every program of both kernels waits, also
 # those without work: a kernel's end must mean that all before it have ended. `shrink` lets `expand` start only after
 # its own wait, so whatever came before `shrink` is complete when `expand` starts, the output's base product included.
+# Where that product is the launch ahead of `expand` (FOLLOWS_PRODUCT), the output is read after the wait.
 
 
 @triton.jit

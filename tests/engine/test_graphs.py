@@ -204,3 +204,26 @@ def test_nothing_is_collected_while_steps_are_recorded(
     assert len(alive) > 4 and alive == list(range(1, len(alive) + 1))
     gc.collect()
     assert not Cycle.alive
+
+
+def test_lora_knows_while_steps_are_recorded_and_not_after(
+    llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path, sizes: Counter[tuple[bool, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What is tried out first must be what is recorded: else kernels are compiled in the midst of it."""
+    seen: list[bool] = []
+
+    def note(graphs: StepGraphs, size: int, is_decode: bool) -> torch.Tensor:
+        seen.extend(metadata.is_recording for metadata in graphs._lora_metadata.values())
+        return launch(graphs, size, is_decode)
+
+    launch = StepGraphs.launch
+    monkeypatch.setattr(StepGraphs, "launch", note)
+    engine = make_engine(llama_dir, llama_adapters, tmp_path)
+    try:
+        assert seen and all(seen)
+        seen.clear()
+        answers(engine, [("all", random_ids(5, 1))])
+        assert seen and not any(seen)
+    finally:
+        engine.close()
