@@ -21,6 +21,7 @@ from adapters.plan import check_adapter
 from adapters.readme import find_card
 from adapters.records import AdapterEntry
 from adapters.report import AdapterReport
+from adapters.slab_pool import Memory, fresh_memory
 from adapters.surface import ModelSurface
 from adapters.upload import UploadFiles, UploadReport, unpack_upload
 from adapters.weights import has_first_format_digest, read_adapter
@@ -34,14 +35,15 @@ def read_generation(
     *,
     allowed_roots: Sequence[Path] | None = None,
     known_digest: str | None = None,
+    memory: Memory = fresh_memory,
 ) -> Generation:
-    """Read and check a folder. Raises `AdapterFilesNotFound` or `AdapterRefused`.
+    """Read and check a folder; its pairs lie in `memory`. Raises `AdapterFilesNotFound` or `AdapterRefused`.
 
     `known_digest` is what the content was listed under before. Where an earlier version of this program computed it, and
     the content is still that, the generation keeps it: names, rows and caches go on knowing the content by it.
     """
     with _without_os_errors():
-        content = read_adapter(folder, surface, allowed_roots=allowed_roots)
+        content = read_adapter(folder, surface, allowed_roots=allowed_roots, memory=memory)
         report = content.report
         if known_digest not in (None, report.digest) and has_first_format_digest(folder, surface, known_digest):
             report = replace(report, digest=known_digest)
@@ -49,7 +51,7 @@ def read_generation(
 
 
 def judge_upload(
-    files: UploadFiles, folder: Path, surface: ModelSurface, *, max_bytes: int
+    files: UploadFiles, folder: Path, surface: ModelSurface, *, max_bytes: int, memory: Memory = fresh_memory
 ) -> tuple[UploadReport, Generation | None]:
     """Unpack an upload into an empty folder and report on it, with its content if it is good.
 
@@ -62,7 +64,7 @@ def judge_upload(
     except AdapterError as error:
         return UploadReport(is_ok=False, errors=[error.message], code=error.code), None
     try:
-        generation = read_generation(folder, surface)
+        generation = read_generation(folder, surface, memory=memory)
         card = find_card(folder)
     except AdapterError as error:
         errors = error.reasons if isinstance(error, AdapterRefused) else [error.message]

@@ -36,6 +36,7 @@ from adapters.names import check_name
 from adapters.reader import Reader
 from adapters.records import AdapterEntry, AdapterInfo, ManagerStats, VersionInfo
 from adapters.registry import Registry
+from adapters.slab_pool import SlabPool
 from adapters.storage import storage_faults
 from adapters.store import GenerationStore
 from adapters.surface import ModelSurface
@@ -75,6 +76,7 @@ class AdapterManager:
         max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES,
         allowed_roots: Sequence[Path] | None = None,
         locate: Callable[[str], Located] | None = None,
+        slabs: SlabPool | None = None,
     ) -> None:
         """`max_cpu_loras` and `max_cpu_bytes` (None: no such bound) limit what stays in CPU memory without being used.
 
@@ -82,15 +84,18 @@ class AdapterManager:
         any more.
         `allowed_roots` limits where `load` may read from; None means anywhere. `locate` turns an address
         that `load` was given into a local folder, fetching it where need be; it may raise `AdapterError`.
+        `slabs` is the memory that adapters are read into, closed with the manager; None makes a pool.
         """
         self.residency: Callable[[str], bool] = lambda digest: False
         self._reserved_names = frozenset(reserved_names)
         self._max_upload_bytes = max_upload_bytes
         self._tally = Tally()
         self._door = VaultDoor(adapter_dir)
+        self._slabs = slabs or SlabPool(max_bytes=max_cpu_bytes)
         self._reader = Reader(
-            surface, locate=locate, allowed_roots=allowed_roots, own_root=adapter_dir, tally=self._tally
-        )
+            surface, locate=locate, allowed_roots=allowed_roots, own_root=adapter_dir, tally=self._tally,
+            memory=self._slabs.lend,
+        )  # fmt: skip
         self._store = GenerationStore(
             max_cpu_loras,
             max_cpu_bytes,
@@ -269,6 +274,7 @@ class AdapterManager:
             cpu_bytes=usage.num_bytes,
             max_cpu_loras=self._store.capacity,
             max_cpu_bytes=self._store.max_bytes,
+            spare_bytes=self._slabs.usage().idle_bytes,
             num_pinned=usage.num_pinned,
             evictions=self._store.evictions,
             **self._tally.snapshot(),
@@ -277,6 +283,7 @@ class AdapterManager:
     def check_integrity(self) -> None:
         """Assert what must hold whenever no call is in progress."""
         self._store.check_integrity()
+        self._slabs.check_integrity()
         self._registry.check_integrity()
         self._lender.check_integrity()
         assert len(self._name_locks) == 0, "a lock outlived its users"
@@ -292,7 +299,9 @@ class AdapterManager:
     def examine_upload(self, files: UploadFiles) -> Iterator[tuple[UploadReport, GenerationHandle | None]]:
         """The same, with the content to try out where it is good: it has no name, and is let go afterwards."""
         with self._door.incoming() as folder:
-            report, generation = judge_upload(files, folder, self._reader.surface, max_bytes=self._max_upload_bytes)
+            report, generation = judge_upload(
+                files, folder, self._reader.surface, max_bytes=self._max_upload_bytes, memory=self._slabs.lend
+            )
         if generation is None:
             yield report, None
             return
@@ -384,9 +393,10 @@ class AdapterManager:
             self._following.apply(state)
 
     def close(self) -> None:
-        """Close the catalogue. Adapters in memory stay usable."""
+        """Close the catalogue, and give spare memory back. Adapters in memory stay usable."""
         self._lender.close()
         self._door.close()
+        self._slabs.close()
 
     def list(self) -> Infos:
         """All adapters, in the order in which they came."""

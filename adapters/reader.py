@@ -19,6 +19,7 @@ from adapters.intake import read_generation
 from adapters.located import Located
 from adapters.readme import find_card
 from adapters.records import AdapterEntry
+from adapters.slab_pool import Memory
 from adapters.surface import ModelSurface
 from adapters.tally import Tally
 
@@ -33,6 +34,7 @@ class Reader:
         allowed_roots: folders that may be read from, None for any.
         own_root: the server's own adapter folder, which may always be read from; None where there is none.
         tally: counts the reads.
+        memory: what adapters are read into.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Reader:
         allowed_roots: Sequence[Path] | None,
         own_root: Path | None,
         tally: Tally,
+        memory: Memory,
     ) -> None:
         self.surface = surface
+        self.memory = memory
         self._locate = locate or (lambda address: Located(Path(address), address))
         self._allowed_roots = None if allowed_roots is None else list(allowed_roots)
         self._own_root = own_root
@@ -85,7 +89,9 @@ class Reader:
         """
         started = time.perf_counter()
         roots = self._roots_of(folder)
-        generation = read_generation(folder, self.surface, allowed_roots=roots, known_digest=known_digest)
+        generation = read_generation(
+            folder, self.surface, allowed_roots=roots, known_digest=known_digest, memory=self.memory
+        )
         seconds = time.perf_counter() - started
         self._tally.count_load(kind, seconds)
         return generation, seconds * 1000.0

@@ -100,7 +100,8 @@ class VersionInfo:
 
 @dataclass(frozen=True)
 class ManagerStats:
-    """Counters since start, and what is resident now. Seconds are sums; `max_cpu_bytes` None means no such bound."""
+    """Counters since start, and what is resident now. Seconds are sums; `max_cpu_bytes` None means no such bound;
+    `spare_bytes` is memory that waits for the next loads."""
 
     num_adapters: int
     num_failed: int
@@ -108,6 +109,7 @@ class ManagerStats:
     cpu_bytes: int
     max_cpu_loras: int
     max_cpu_bytes: int | None
+    spare_bytes: int
     num_pinned: int
     evictions: int
     loads: dict[str, int]

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from adapters.places import Place
+from adapters.slab_pool import Memory, fresh_memory
 from adapters.tensor_file import FLOAT_DTYPES
 
 MAX_THREADS = 8
@@ -102,14 +103,16 @@ class _Run:
         self.peaks[piece] = _peak(memory, self.source.dtype)
 
 
-def read_slab(halves: Sequence[Half], dtype: torch.dtype, *, max_threads: int = MAX_THREADS) -> list[bytes]:
-    """Read all halves into one new slab of `dtype`, and fill in their other fields.
+def read_slab(
+    halves: Sequence[Half], dtype: torch.dtype, *, memory: Memory = fresh_memory, max_threads: int = MAX_THREADS
+) -> list[bytes]:
+    """Read all halves into one new slab of `dtype` in `memory`, and fill in their other fields.
 
     Returns hashes of the stored numbers, which together with the halves' places and factors say all that was read; they
     do not follow the files' layout or the number of threads. Raises `AdapterRefused` where a file shrank, OSError, and
     MemoryError. Afterwards nothing refers to the files.
     """
-    runs = _lay_out(halves, dtype)
+    runs = _lay_out(halves, dtype, memory)
     _share(_read, _reads(runs), max_threads)
     _share(
         lambda item: item[0].survey(item[1]), [(run, i) for run in runs for i in range(len(run.hashes))], max_threads
@@ -153,17 +156,18 @@ def _share(function: Callable[[_Item], None], items: Iterable[_Item], max_thread
         future.result()
 
 
-def _lay_out(halves: Sequence[Half], dtype: torch.dtype) -> list[_Run]:
+def _lay_out(halves: Sequence[Half], dtype: torch.dtype, memory: Memory) -> list[_Run]:
     def key(half: Half) -> tuple[str, float]:
         return half.place.dtype, half.factor
 
     groups = [list(group) for _, group in groupby(sorted(halves, key=key), key)]
     lengths = [sum(padded_len(half.num_elements) for half in group) for group in groups]
-    slab = _empty(sum(lengths), dtype)
+    slab = memory(sum(lengths) * dtype.itemsize).view(dtype)
     runs, slab_start = [], 0
     for group, length in zip(groups, lengths, strict=True):
         target = slab[slab_start : slab_start + length]
-        source = target if group[0].dtype == dtype else _empty(length, group[0].dtype)
+        stored = group[0].dtype
+        source = target if stored == dtype else fresh_memory(length * stored.itemsize).view(stored)
         starts, start = [], 0
         for half in group:
             shape = half.place.shape
@@ -181,11 +185,6 @@ def _lay_out(halves: Sequence[Half], dtype: torch.dtype) -> list[_Run]:
 def padded_len(num_elements: int) -> int:
     """Elements of the slab that a half takes up."""
     return -(-num_elements // ALIGNMENT) * ALIGNMENT
-
-
-def _empty(length: int, dtype: torch.dtype) -> torch.Tensor:
-    """[length]; numpy's memory, which comes in huge pages where the system has them, and raises MemoryError."""
-    return torch.from_numpy(np.empty(length * dtype.itemsize, np.uint8)).view(dtype)
 
 
 _Read = tuple[Place, "list[memoryview]"]

@@ -27,6 +27,7 @@ from adapters.plan import base_match, plan_adapter
 from adapters.planned import AdapterPlan, PlannedEmbedding, PlannedPair
 from adapters.report import AdapterReport, file_dtypes, module_groups
 from adapters.slab import Half, read_slab
+from adapters.slab_pool import Memory, fresh_memory
 from adapters.spec import AdapterSpec
 from adapters.surface import ModelSurface
 from adapters.tokenizer_files import read_tokenizer_files
@@ -60,8 +61,14 @@ class AdapterContent(NamedTuple):
     extras: AdapterExtras
 
 
-def read_adapter(folder: Path, surface: ModelSurface, *, allowed_roots: Sequence[Path] | None = None) -> AdapterContent:
-    """Read a PEFT folder for the running model.
+def read_adapter(
+    folder: Path,
+    surface: ModelSurface,
+    *,
+    allowed_roots: Sequence[Path] | None = None,
+    memory: Memory = fresh_memory,
+) -> AdapterContent:
+    """Read a PEFT folder for the running model; its pairs lie in `memory`.
 
     Raises `AdapterFilesNotFound` where there is no adapter and `AdapterRefused`, with all reasons that were found, where
     it cannot be served exactly.
@@ -70,7 +77,8 @@ def read_adapter(folder: Path, surface: ModelSurface, *, allowed_roots: Sequence
         plan = with_shared_heads(plan_adapter(files, surface), surface)
         check_copies(plan.copies, surface)
         halves = {name: (Half(planned.a, 1.0), Half(planned.b, planned.scale)) for name, planned in plan.pairs.items()}
-        hashes = read_slab([half for pair in halves.values() for half in pair], surface.lora_dtype) if halves else []
+        in_order = [half for pair in halves.values() for half in pair]
+        hashes = read_slab(in_order, surface.lora_dtype, memory=memory) if halves else []
         pairs = {name: _checked_pair(plan.pairs[name], a, b, surface.lora_dtype) for name, (a, b) in halves.items()}
         is_zero_effect = not any(pair.a.any() and pair.b.any() for pair in pairs.values())
         digest = content_hash(plan, hashes)

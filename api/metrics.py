@@ -202,6 +202,7 @@ def _adapter_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("adapters", "Adapters by tier: with a name, failed, in CPU memory, in a LoRA row.", tiers, ("tier",))
     yield _gauge("adapter_rows", "LoRA rows.", {(): stats.lora_rows_total})
     yield _gauge("adapter_cpu_bytes", "CPU memory of adapters.", {(): adapters.cpu_bytes})
+    yield _gauge("adapter_spare_bytes", "CPU memory that waits for the next adapters.", {(): adapters.spare_bytes})
     evictions = {("cpu",): adapters.evictions, ("gpu",): stats.lora_row_evictions}
     yield _counter("adapter_evictions", "Adapters that made room for others.", evictions, ("tier",))
     yield _counter("adapter_row_loads", "Adapters written into a LoRA row.", {(): stats.lora_row_loads})

@@ -1,11 +1,12 @@
 """Adapters' way into the LoRA rows of a GPU, beside the running steps.
 
-An adapter's slab (see `adapters/slab`) goes in chunks through a small ring of page-locked buffers to a staging buffer on
-the device, by several threads; one launch then scatters it into the fixed buffers of all groups, another writes the
-ranks. All of that runs on a stream of its own. The order is kept by events in both ways: the scatter waits on the device
-for every step launched before the row was given away, and no step reads the row before the copy's event. CPU memory of
-adapters stays ordinary memory, so that page-locked memory does not grow with the number of adapters. Called by
-`engine/lora_layers` on the engine thread.
+An adapter's slab (see `adapters/slab`) goes to a staging buffer on the device: in one transfer straight from it where it
+lies in page-locked memory (`adapters/slab_pool`), else in chunks through a small ring of page-locked buffers, filled by
+several threads. One launch then scatters it into the fixed buffers of all groups, another writes the ranks. All of that
+runs on a stream of its own. The order is kept by events in both ways: the scatter waits on the device for every step
+launched before the row was given away, and no step reads the row before the copy's event. A slab that the device reads by
+itself is kept until it has, whoever lets go of the adapter meanwhile, so that its memory is not used for another one.
+Called by `engine/lora_layers` on the engine thread.
 
 M modules of a group, N rows, R rank of the buffers.
 """
@@ -111,6 +112,7 @@ class RowCopies:
         on_stream = functools.partial(torch.cuda.set_stream, self._stream)
         self._in_order = ThreadPoolExecutor(1, thread_name_prefix="lora-copy", initializer=on_stream)
         self._senders = ThreadPoolExecutor(ring.num_threads, thread_name_prefix="lora-send", initializer=on_stream)
+        self._kept = ThreadPoolExecutor(1, thread_name_prefix="lora-sent")  # Each job holds the slab that it waits for.
         # Compiles the kernel for each width: row 0 of the new buffers gets zeros, which it holds.
         address = self._places[groups[0].names[0]].a_address
         for length in (1, 4 // self._staging.element_size(), 8 // self._staging.element_size()):
@@ -203,13 +205,27 @@ class RowCopies:
         return event
 
     def _send(self, slab: torch.Tensor) -> list[Future[None]]:
-        """Begin the transfer of a slab to the staging buffer; once these have ended its memory is no longer needed."""
+        """Begin the transfer of a slab to the staging buffer; once these have ended the caller may let go of it."""
         assert slab.dtype == self._dtype and slab.numel() <= self._staging.numel(), "a slab of another server"
+        if slab.is_pinned():
+            self._send_whole(slab)
+            return []
         source, target, size = slab.view(torch.uint8).numpy(), self._staging.view(torch.uint8), self._ring.chunk_bytes
         return [
             self._senders.submit(self._send_chunk, source[start : start + size], target[start : start + size])
             for start in range(0, len(source), size)
         ]
+
+    def _send_whole(self, slab: torch.Tensor) -> None:
+        """Queue the transfer straight from the slab, and keep that until the device has read it, whatever happens here."""
+        self._staging[: len(slab)].copy_(slab, non_blocking=True)
+        sent = torch.cuda.Event(blocking=True)
+        sent.record(self._stream)
+        try:
+            self._kept.submit(_keep_until, sent, slab)
+        except RuntimeError:  # The process is ending, and takes no more jobs.
+            sent.synchronize()
+            raise
 
     def _send_chunk(self, source: np.ndarray, target: torch.Tensor) -> None:
         chunk = self._free_chunks.get()
@@ -220,6 +236,11 @@ class RowCopies:
             chunk.event.record(self._stream)
         finally:
             self._free_chunks.put(chunk)
+
+
+def _keep_until(sent: torch.cuda.Event, slab: torch.Tensor) -> None:
+    """Hold `slab` until then."""
+    sent.synchronize()
 
 
 class _Chunk:

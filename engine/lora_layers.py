@@ -250,6 +250,11 @@ class LoraBuffers:
         return num_bytes + (self._copies.num_bytes if self._copies else 0)
 
     @property
+    def slab_bytes(self) -> int:
+        """The largest slab that is copied to a device as it is; 0 where rows are written in place."""
+        return self._copies.num_bytes if self._copies else 0
+
+    @property
     def groups(self) -> Sequence[LoraGroup]:
         """The groups, in the model's order."""
         return self._groups

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from adapters.generation import GenerationHandle
 from adapters.located import Located
 from adapters.manager import AdapterManager
+from adapters.slab_pool import SlabPool
 from adapters.slots import SlotPool
 from adapters.surface import ModelSurface
 from engine.adapter_text import AdapterTexts
@@ -25,6 +26,7 @@ from engine.encoder_cache import EncoderCache
 from engine.errors import AppError
 from engine.lora_layers import LoraBuffers
 from engine.model import BaseModel
+from engine.page_lock import CudaPageLock
 from engine.routing import RESERVED_NAMES
 from engine.setup import lora_dtype
 from engine.slot_writers import SlotWriters, make_extra_writers
@@ -80,6 +82,7 @@ class LoraSide:
         self.metadata = make_metadata(config, base) if config.enable_lora else {}
         self.slots: SlotPool | None = None
         self.num_bytes = 0
+        self._slab_bytes = 0
         surface = base.surface(
             max_lora_rank=config.max_lora_rank,
             lora_dtype=lora_dtype(config.lora_dtype, base),
@@ -90,15 +93,20 @@ class LoraSide:
         )
         if config.enable_lora:
             self._make_rows(base, surface, has_graphs=has_graphs)
+        max_cpu_bytes = None if config.max_cpu_lora_mb is None else config.max_cpu_lora_mb * 2**20
+        # Workers' parts are packed into memory of their own: the slabs that they are cut from are read by no device.
+        page_lock = CudaPageLock(base.device) if self._slab_bytes else None
+        self._slabs = SlabPool(page_lock, max_bytes=max_cpu_bytes)
         self.adapters = AdapterManager(
             surface,
             adapter_dir=adapter_dir,
             max_cpu_loras=config.max_cpu_loras,
-            max_cpu_bytes=None if config.max_cpu_lora_mb is None else config.max_cpu_lora_mb * 2**20,
+            max_cpu_bytes=max_cpu_bytes,
             on_retire=self._retire,
             reserved_names={*base_names, *RESERVED_NAMES},
             max_upload_bytes=config.max_upload_mb * 2**20,
             locate=locate,
+            slabs=self._slabs,
         )
         slots = self.slots
         self.adapters.residency = lambda digest: slots is not None and slots.lookup(digest) is not None
@@ -127,6 +135,7 @@ class LoraSide:
                 self._load_named(setting, LoRAModule(modality, name))
                 name = modality
             self.adapters.set_default(modality, name)
+        self._slabs.prepare(self._slab_bytes)
 
     def prefetch(self, name: str) -> Future[bool]:
         """Begin to bring an adapter into CPU memory and, where a row is free or idle, into it; returns at once.
@@ -197,6 +206,7 @@ class LoraSide:
             base, buffers, surface, self.metadata, num_slots=config.max_loras, has_graphs=has_graphs
         )
         self.num_bytes = buffers.num_bytes + sum(writer.num_bytes for writer in extras)
+        self._slab_bytes = buffers.slab_bytes
         self.slots = SlotPool(config.max_loras, SlotWriters([buffers, *extras]))
 
 

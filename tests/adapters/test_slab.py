@@ -23,6 +23,7 @@ from adapters.intake import read_generation
 from adapters.manager import AdapterManager
 from adapters.plan import plan_adapter
 from adapters.slab import Half, _reading_threads, read_slab
+from adapters.slab_pool import fresh_memory
 from adapters.surface import ModelSurface
 from adapters.weights import read_adapter
 from tests.adapters.world import edit
@@ -184,15 +185,14 @@ def test_threads_and_jobs_keep_nothing_of_an_adapter(
 ) -> None:
     monkeypatch.setattr(adapters.slab, "PIECE_BYTES", 64)
     made: list[weakref.ref[torch.Tensor]] = []
-    empty = adapters.slab._empty
 
-    def watched(length: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = empty(length, dtype)
+    def watched(num_bytes: int) -> torch.Tensor:
+        tensor = fresh_memory(num_bytes)
         made.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(adapters.slab, "_empty", watched)
-    generation = read_generation(reference, replace(surface, lora_dtype=torch.bfloat16))
+    monkeypatch.setattr(adapters.slab, "fresh_memory", watched)
+    generation = read_generation(reference, replace(surface, lora_dtype=torch.bfloat16), memory=watched)
     halves = [weakref.ref(half) for pair in generation.pairs.values() for half in (pair.a, pair.b)]
     assert len(made) == 3 and all(half() is not None for half in halves)  # the slab, and scratch for A and for B
     del generation

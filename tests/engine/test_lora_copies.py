@@ -5,8 +5,11 @@ The order between copies and steps is tested on a GPU, in `tests/gpu`.
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from adapters import slab_pool
 from adapters.generation import Generation
 from adapters.intake import read_generation
-from engine.lora_copies import Ring, RowCopies, widened
+from adapters.slab_pool import SlabPool
+from engine.lora_copies import Ring, RowCopies, slab_of, widened
 from engine.lora_layers import LoraBuffers
 from kernels import LoraMetadata, scatter_rows_
 from tests.adapters.world import surface_of
@@ -30,7 +35,7 @@ RING = Ring(chunk_bytes=1000, num_chunks=5, num_threads=3)
 class _Done:
     """A stream or event on a device that has always finished."""
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
     def wait(self, *_: Any) -> None: ...
     def wait_event(self, *_: Any) -> None: ...
@@ -71,11 +76,19 @@ def generations(llama_dir: Path, llama_adapters: dict[str, Path]) -> dict[torch.
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_rank", [8, 9])
+@pytest.mark.parametrize("is_locked", [False, True])
 def test_rows_hold_what_the_plain_copy_puts_there(
-    llama_dir: Path, generations: dict[torch.dtype, list[Generation]], dtype: torch.dtype, max_rank: int
+    llama_dir: Path,
+    generations: dict[torch.dtype, list[Generation]],
+    dtype: torch.dtype,
+    max_rank: int,
+    is_locked: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: is_locked)
     plain, copied = make_buffers(llama_dir, dtype, max_rank), make_buffers(llama_dir, dtype, max_rank)
     copies = RowCopies(copied._groups, RING)
+    monkeypatch.setattr(copies, "_send_whole" if not is_locked else "_send_chunk", None)  # The other way is not taken.
     chance = random.Random(0)
     for _ in range(12):
         lora_slot, generation = chance.randrange(3), chance.choice(generations[dtype])
@@ -93,13 +106,18 @@ def test_rows_hold_what_the_plain_copy_puts_there(
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("place", ["_send_chunk", "_rows", "_scatter"])
+@pytest.mark.parametrize(
+    ("place", "is_locked"),
+    [("_send_chunk", False), ("_rows", False), ("_scatter", False), ("_send_whole", True), ("_rows", True), ("_scatter", True)],
+)  # fmt: skip
 def test_a_fault_ends_that_copy_and_the_next_one_works(
     llama_dir: Path,
     generations: dict[torch.dtype, list[Generation]],
     monkeypatch: pytest.MonkeyPatch,
     place: str,
+    is_locked: bool,
 ) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: is_locked)
     buffers = make_buffers(llama_dir, torch.float32, 8)
     copies = RowCopies(buffers._groups, RING)
     first, second = generations[torch.float32][:2]
@@ -127,6 +145,87 @@ def test_a_fault_ends_that_copy_and_the_next_one_works(
         for member, rank in enumerate(theirs.host_ranks[0]):
             assert torch.equal(ours.lora_a[0, member, :rank], theirs.lora_a[0, member, :rank])
     assert copies._free_chunks.qsize() == RING.num_chunks
+
+
+class _Gated(_Done):
+    """An event of a device that takes its time: it happens when `gate` is opened."""
+
+    gate = threading.Event()
+    is_awaited = threading.Event()
+
+    def __init__(self, *_: Any, **settings: Any) -> None:
+        self._is_gated = settings == {"blocking": True}  # Those after which a slab is let go of.
+
+    def synchronize(self) -> None:
+        if self._is_gated:
+            self.is_awaited.set()
+            assert self.gate.wait(60)
+
+
+def eventually(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return is_so()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("place", [None, "_rows", "_scatter"])
+def test_a_slab_that_the_device_reads_is_kept_until_it_has(
+    llama_dir: Path, llama_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch, place: str | None
+) -> None:
+    monkeypatch.setattr(slab_pool, "MIN_BYTES", 1)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch.cuda, "Event", _Gated)
+    monkeypatch.setattr(_Gated, "gate", threading.Event())
+    buffers = make_buffers(llama_dir, torch.float32, 8)
+    copies = RowCopies(buffers._groups, RING)
+    surface = surface_of(AutoModelForCausalLM.from_pretrained(llama_dir))
+    pool = SlabPool()
+    generation = read_generation(next(iter(llama_adapters.values())), surface, memory=pool.lend)
+    slab = slab_of(generation)
+    address, num_bytes, content = slab.data_ptr(), slab.nbytes, slab.clone()
+    del slab
+    if place is not None:
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(copies, place, fail)
+    copy = copies.start(0, generation)
+    del generation  # Unloaded while the copy is under way.
+    if place is None:
+        copy.wait()
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            copy.wait()
+    del copy
+    gc.collect()
+    assert torch.equal(copies._staging[: len(content)], content)
+    others = [pool.lend(num_bytes) for _ in range(4)]
+    assert address not in {other.data_ptr() for other in others}, "the device still reads there"
+    lent = pool.usage().lent_bytes
+    _Gated.gate.set()
+    assert eventually(lambda: pool.usage().lent_bytes < lent), "nobody let go of it"
+    del others
+    pool.close()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_where_the_process_ends_the_copy_waits_for_the_device_itself(
+    llama_dir: Path, generations: dict[torch.dtype, list[Generation]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch.cuda, "Event", _Gated)
+    monkeypatch.setattr(_Gated, "gate", threading.Event())
+    monkeypatch.setattr(_Gated, "is_awaited", threading.Event())
+    copies = RowCopies(make_buffers(llama_dir, torch.float32, 8)._groups, RING)
+    copies._kept.shutdown()
+    copy = copies.start(0, generations[torch.float32][0])
+    assert _Gated.is_awaited.wait(60) and not copy._queued.done()
+    _Gated.gate.set()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        copy.wait()
 
 
 @pytest.mark.parametrize(("lengths", "item_bytes"), [((16, 8), 8), ((16, 6), 4), ((16, 5), 2), ((3, 8), 2)])
