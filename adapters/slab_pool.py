@@ -73,8 +73,8 @@ class SlabPool:
         self._page_lock = page_lock
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._idle: list[_Buffer] = []  # The one that came back last is the last.
-        self._returned: deque[_Buffer] = deque()
+        self._idle: list[Buffer] = []  # The one that came back last is the last.
+        self._returned: deque[Buffer] = deque()
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._usual_bytes = 0
@@ -94,7 +94,7 @@ class SlabPool:
             self._usual_bytes = num_bytes
             buffer = self._take(num_bytes)
         if buffer is None:
-            buffer = _Buffer(num_bytes, self._page_lock)
+            buffer = Buffer(num_bytes, self._page_lock)
         lent = buffer.memory[:num_bytes]
         memory = torch.from_numpy(lent)  # It, and all that shares its storage, keep this very array alive.
         with self._lock:
@@ -143,7 +143,7 @@ class SlabPool:
             self._thread = threading.Thread(target=self._keep_tidy, name="adapter-memory", daemon=True)
             self._thread.start()
 
-    def _give_back(self, buffer: _Buffer) -> None:
+    def _give_back(self, buffer: Buffer) -> None:
         """Called where the last tensor died. Takes no lock: that thread may hold any."""
         self._returned.append(buffer)
         if self._is_closed:
@@ -162,7 +162,7 @@ class SlabPool:
             if not self._is_closed:
                 self._idle.append(buffer)
 
-    def _take(self, num_bytes: int) -> _Buffer | None:
+    def _take(self, num_bytes: int) -> Buffer | None:
         """Under the lock: the smallest idle buffer that fits, the one used last of several."""
         fitting = [buffer for buffer in self._idle if buffer.fits(num_bytes)]
         if not fitting:
@@ -204,22 +204,20 @@ class SlabPool:
             num_bytes = self._usual_bytes
             if self._is_closed or any(buffer.fits(num_bytes) for buffer in self._idle):
                 return
-        buffer = _Buffer(num_bytes, self._page_lock)
+        buffer = Buffer(num_bytes, self._page_lock)
         buffer.touch()
         with self._lock:
             if not self._is_closed:
                 self._idle.insert(0, buffer)
 
 
-class _Buffer:
+class Buffer:
     """Whole pages of memory, locked if that is possible, which are unlocked before they go."""
 
     def __init__(self, num_bytes: int, page_lock: PageLock | None) -> None:
         self.num_bytes = num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._page_lock: PageLock | None = None
-        whole = np.empty(num_bytes + mmap.PAGESIZE, np.uint8)
-        start = -whole.ctypes.data % mmap.PAGESIZE
-        self.memory = whole[start : start + num_bytes]
+        self.memory = _pages(num_bytes, is_forked=page_lock is None)
         self.address: int = self.memory.ctypes.data
         if page_lock is not None and page_lock.lock(self.address, num_bytes):
             self._page_lock = page_lock
@@ -237,3 +235,20 @@ class _Buffer:
         """Have the system hand out the pages now; locking has done that already."""
         if self._page_lock is None:
             self.memory[:: mmap.PAGESIZE] = 0
+
+
+def _pages(num_bytes: int, *, is_forked: bool) -> np.ndarray:
+    """[num_bytes] uint8, pages from the system, in huge ones where it has them. Raises MemoryError.
+
+    Not `is_forked`, child processes do not have them. What a device reads must stay where it is: after a fork, whoever
+    writes to a page first gets another one in its place.
+    """
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes for an adapter") from error
+    for advice in ("MADV_HUGEPAGE", *(() if is_forked else ("MADV_DONTFORK",))):
+        if hasattr(mmap, advice):  # Linux
+            with contextlib.suppress(OSError):
+                pages.madvise(getattr(mmap, advice))
+    return np.frombuffer(pages, np.uint8)

@@ -3,15 +3,18 @@
     python -m benchmarks.load_parts --shape llama-3.1-8b --rank 16
 
 Random weights and adapters, files in the page cache, no engine around it. From disk: opening and judging the files, all
-numbers read, hashed and checked by 1 to 8 threads, and beside it what the machine alone takes to hand out fresh memory, to
-copy the file's bytes and to hash them by as many threads. From CPU memory, on a GPU: from the start of a copy until the row
-can be read, by ring of page-locked buffers, and beside it the link and the buffers' filling alone. Before a copy is timed its
-row must equal the adapter; else no figure is printed. Medians and least of `--repeat`.
+numbers read, hashed and checked by 1 to 8 threads, into fresh memory and into memory of an adapter that has gone
+(`_reused`), and beside it what the machine alone takes to hand out fresh memory, to copy the file's bytes and to hash them
+by as many threads. From CPU memory, on a GPU: from the start of a copy until the row can be read, straight from page-locked
+memory (`row_direct`) and by ring of page-locked buffers, and beside it the link, the locking of fresh memory and the
+buffers' filling alone. Before a copy is timed its row must equal the adapter; else no figure is printed. Medians and least of
+`--repeat`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import hashlib
 import os
@@ -31,6 +34,7 @@ from adapters.intake import read_generation
 from adapters.manager import AdapterManager
 from adapters.plan import plan_adapter
 from adapters.slab import PIECE_BYTES, Half, read_slab
+from adapters.slab_pool import Buffer, Memory, SlabPool, fresh_memory
 from adapters.surface import ModelSurface
 from benchmarks.report import finish, refuse
 from benchmarks.workload import ALL_LINEARS, SHAPES, write_adapter, write_model
@@ -39,18 +43,15 @@ from engine.lora_copies import Ring, RowCopies, slab_of
 from engine.lora_layers import LoraGroup
 from engine.lora_side import make_buffers, make_metadata
 from engine.model import BaseModel
+from engine.page_lock import CudaPageLock
 from engine.setup import freeze_startup_objects, load_base
 
 NUM_THREADS = (1, 2, 4, 8)
 RINGS = (
     Ring(),
     Ring(4 << 20, 8, 8),
-    Ring(2 << 20, 16, 4),
     Ring(2 << 20, 16, 8),
-    Ring(2 << 20, 16, 12),
-    Ring(1 << 20, 32, 8),
 )
-"""The first is that of earlier versions."""
 _PAGE = 4096
 
 Times = dict[str, float]
@@ -116,8 +117,11 @@ def machine_parts(path: Path, num_threads: int, repeat: int) -> dict[str, Times]
         }
 
 
-def disk_parts(folder: Path, surface: ModelSurface, catalogue: Path, repeat: int) -> dict[str, Times]:
-    """From files to a listed adapter; `load` is all of it, and ends with what the parts before it are parts of."""
+def disk_parts(folder: Path, surface: ModelSurface, catalogue: Path, slabs: SlabPool, repeat: int) -> dict[str, Times]:
+    """From files to a listed adapter; `load` is all of it, and ends with what the parts before it are parts of.
+
+    `slabs` is closed afterwards.
+    """
 
     def opened() -> None:
         with AdapterFolder(folder):
@@ -127,24 +131,31 @@ def disk_parts(folder: Path, surface: ModelSurface, catalogue: Path, repeat: int
         with AdapterFolder(folder) as files:
             plan_adapter(files, surface)
 
-    manager = AdapterManager(surface, adapter_dir=catalogue, max_cpu_loras=4)
+    def load_with(slabs: SlabPool) -> Times:
+        manager = AdapterManager(surface, adapter_dir=catalogue, max_cpu_loras=4, slabs=slabs)
+        times = timed(lambda: manager.load("adapter", folder, load_inplace=True), repeat)
+        manager.close()
+        return times
+
     found = {"open": timed(opened, repeat), "open_and_judge": timed(planned, repeat)}
     with AdapterFolder(folder) as files:
         plan = plan_adapter(files, surface)
         for num_threads in NUM_THREADS:
 
-            def numbers(num_threads: int = num_threads) -> list[Half]:
+            def numbers(num_threads: int = num_threads, memory: Memory = fresh_memory) -> list[Half]:
                 halves = [
                     Half(place, scale)
                     for pair in plan.pairs.values()
                     for place, scale in ((pair.a, 1.0), (pair.b, pair.scale))
                 ]
-                read_slab(halves, surface.lora_dtype, max_threads=num_threads)
+                read_slab(halves, surface.lora_dtype, memory=memory, max_threads=num_threads)
                 return halves
 
             found[f"numbers_{num_threads}"] = timed(numbers, repeat)
-    found["load"] = timed(lambda: manager.load("adapter", folder, load_inplace=True), repeat)
-    return found
+            found[f"numbers_{num_threads}_reused"] = timed(functools.partial(numbers, memory=slabs.lend), repeat)
+    closed = SlabPool()
+    closed.close()  # It lends fresh memory alone.
+    return found | {"load": load_with(closed), "load_reused": load_with(slabs)}
 
 
 def check_row(groups: Sequence[LoraGroup], generation: Generation) -> None:
@@ -162,8 +173,10 @@ def check_row(groups: Sequence[LoraGroup], generation: Generation) -> None:
             start = end
 
 
-def gpu_parts(groups: Sequence[LoraGroup], generation: Generation, repeat: int) -> dict[str, Times]:
-    """From CPU memory to a row that can be read."""
+def gpu_parts(
+    groups: Sequence[LoraGroup], generation: Generation, locked_generation: Generation, repeat: int
+) -> dict[str, Times]:
+    """From CPU memory to a row that can be read; the second is the first in page-locked memory."""
     slab = slab_of(generation).view(torch.uint8)
     device = groups[0].lora_a.device
     locked = torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)
@@ -173,7 +186,13 @@ def gpu_parts(groups: Sequence[LoraGroup], generation: Generation, repeat: int) 
         target.copy_(locked, non_blocking=True)
         torch.cuda.synchronize()
 
-    found = {"link_32_mib": timed(send, repeat)}
+    lock = CudaPageLock(device)
+
+    def lock_and_unlock() -> None:
+        buffer = Buffer(len(slab), lock)
+        del buffer
+
+    found = {"link_32_mib": timed(send, repeat), "lock_fresh_and_unlock": timed(lock_and_unlock, repeat)}
     source, ring_memory = slab.numpy(), locked.numpy()
     for num_threads in NUM_THREADS:
         with ThreadPoolExecutor(num_threads) as threads:
@@ -184,17 +203,23 @@ def gpu_parts(groups: Sequence[LoraGroup], generation: Generation, repeat: int) 
                 np.copyto(ring_memory[place : place + len(piece)], piece)
 
             found[f"fill_{num_threads}"] = timed(lambda: shared(threads, num_threads, fill, len(source)), repeat)  # noqa: B023
-    for ring in RINGS:
+
+    def row(ring: Ring, generation: Generation) -> Times:
         copies = RowCopies(groups, ring)
         copies.clear(0)
 
-        def copy(copies: RowCopies = copies) -> None:
+        def copy() -> None:
             copies.start(0, generation).wait()
             torch.cuda.current_stream(device).synchronize()
 
         copy()
         check_row(groups, generation)
-        found[f"row_{ring.num_threads}x{ring.num_chunks}x{ring.chunk_bytes >> 20}MiB"] = timed(copy, repeat)
+        return timed(copy, repeat)
+
+    if slab_of(locked_generation).is_pinned():  # Small adapters' memory is left as it is.
+        found["row_direct"] = row(Ring(), locked_generation)
+    for ring in RINGS:
+        found[f"row_{ring.num_threads}x{ring.num_chunks}x{ring.chunk_bytes >> 20}MiB"] = row(ring, generation)
     return found
 
 
@@ -220,16 +245,18 @@ def main() -> None:
         gc.collect()
         freeze_startup_objects()
         figures: dict[str, object] = {}
-        parts = disk_parts(folder, surface, Path(root) / "catalogue", options.repeat)
+        slabs = SlabPool(CudaPageLock(base.device) if device == "cuda" else None)
+        if device == "cuda":
+            groups = make_groups(base, config, surface)
+            generations = read_generation(folder, surface), read_generation(folder, surface, memory=slabs.lend)
+            figures["cpu"] = gpu_parts(groups, *generations, options.repeat)
+        parts = disk_parts(folder, surface, Path(root) / "catalogue", slabs, options.repeat)
         parts |= {
             f"{name}_{num_threads}": times
             for num_threads in NUM_THREADS
             for name, times in machine_parts(folder / WEIGHTS_NAME, num_threads, options.repeat).items()
         }
         figures["disk"] = parts
-        if device == "cuda":
-            groups = make_groups(base, config, surface)
-            figures["cpu"] = gpu_parts(groups, read_generation(folder, surface), options.repeat)
         for kind, rows in figures.items():
             for name, times in dict(rows).items():  # type: ignore[call-overload]
                 print(kind, name, times, flush=True)

@@ -268,6 +268,35 @@ def test_a_collection_at_any_moment_can_give_memory_back(pool: SlabPool) -> None
     assert before == SIZE and pool.usage().lent_bytes == 0
 
 
+def flags_of(address: int) -> list[str]:
+    """How the system treats the memory at an address."""
+    flags: list[str] = []
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            start, end = (int(word, 16) for word in words[0].split("-"))
+            is_there = start <= address < end
+        elif is_there and words[0] == "VmFlags:":
+            flags = words[1:]
+    return flags
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system does not tell")
+def test_children_do_not_get_what_is_locked(pool: SlabPool) -> None:
+    locked, other_pool = pool.lend(SIZE), SlabPool()
+    plain = other_pool.lend(SIZE)
+    assert "dc" in flags_of(locked.data_ptr()) and "dc" not in flags_of(plain.data_ptr()), "dc: do not copy on fork"
+    other_pool.close()
+
+
+def test_memory_that_the_system_does_not_have_is_a_memory_error(pool: SlabPool) -> None:
+    with pytest.raises(MemoryError, match="bytes for an adapter"):
+        pool.lend(1 << 60)
+    assert pool.usage().lent_bytes == 0
+    assert len(pool.lend(SIZE)) == SIZE
+
+
 def bytes_of(folder: Path, surface: ModelSurface, memory: Callable[[int], torch.Tensor]) -> bytes:
     generation = read_generation(folder, surface, memory=memory)
     storage = next(iter(generation.pairs.values())).a.untyped_storage()
