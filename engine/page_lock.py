@@ -56,7 +56,7 @@ class CudaPageLock:
         with torch.cuda.device(self._device):
             status = int(self._cudart.cudaHostUnregister(address))
         del self._locked[address]
-        if status != 0:  # The device has gone, or nothing would fail here.
+        if status != 0:  # The device has gone: nothing else fails here.
             logger.warning("event=memory_not_unlocked bytes_locked=%d status=%d", self.num_bytes, status)
 
     def _note_failure(self, reason: str) -> None:
