@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels import tuning
+from kernels.dependent_launch import can_depend, launch_options, let_next_start, wait
 from kernels.metadata import LoraMetadata
 
 # mypy: disable-error-code="no-untyped-def"
@@ -60,11 +61,11 @@ def lora_product(
     assert side is not None, "a second stream exists on a CUDA device only"
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        _launch_shrink(x, lora_a, ranks, metadata, shrink, {"USE_PDL": False})
+        _launch_shrink(x, lora_a, ranks, metadata, shrink, launch_options(False))
     output = product()
     main.wait_stream(side)
     num_splits = -(-x.shape[1] // shrink.split_len)
-    launch = _dependent_launch(metadata.family == "sm90")
+    launch = launch_options(can_depend(x.device))
     _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch, follows_product=True)
     return output
 
@@ -84,7 +85,7 @@ def lora_shrink(
     assert x.stride(1) == 1 and lora_a.is_contiguous() and ranks.is_contiguous()
     assert math.prod(shape) <= metadata.scratch.numel(), "max_columns or max_in is too low"
     partial_sums = metadata.scratch[: math.prod(shape)].view(shape).zero_()
-    _launch_shrink(x, lora_a, ranks, metadata, tile, {"USE_PDL": False})
+    _launch_shrink(x, lora_a, ranks, metadata, tile, launch_options(False))
     return partial_sums.sum(0)
 
 
@@ -103,7 +104,7 @@ def lora_expand_(
     kind, family = tuning.kind_of(output.shape[0]).name, metadata.family if output.element_size() == 2 else "any"
     tile = tuning.expand_tile(family, kind, lora_b.shape[2], slice_ends[-1])
     metadata.scratch[: shrunk.numel()].view(shrunk.shape).copy_(shrunk)
-    _launch_expand(output, lora_b, ranks, slice_ends, metadata, 1, tile, {"USE_PDL": False})
+    _launch_expand(output, lora_b, ranks, slice_ends, metadata, 1, tile, launch_options(False))
 
 
 def _choose_tiles(
@@ -139,15 +140,10 @@ def lora_add_group_with_tiles_(
         "max_columns or max_in is too low"
     )
     if is_overlapped is None:
-        is_overlapped = x.is_cuda and metadata.family == "sm90"
-    launch = _dependent_launch(is_overlapped)
+        is_overlapped = can_depend(x.device)
+    launch = launch_options(is_overlapped)
     _launch_shrink(x, lora_a, ranks, metadata, shrink, launch)
     _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch)
-
-
-def _dependent_launch(is_overlapped: bool) -> dict[str, bool]:
-    """What Triton takes for a launch that may start before the one ahead of it has ended, or for a plain one."""
-    return {"USE_PDL": True, "launch_pdl": True} if is_overlapped else {"USE_PDL": False}
 
 
 def _launch_shrink(
@@ -215,23 +211,9 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-# Overlapped launches (CUDA's programmatic dependent launch): a kernel may start before the one ahead of it has ended,
-# reads what that one cannot have written, and waits before it reads the rest. Every program of both kernels waits, also
-# those without work: a kernel's end must mean that all before it have ended. `shrink` lets `expand` start only after
-# its own wait, so whatever came before `shrink` is complete when `expand` starts, the output's base product included.
-# Where that product is the launch ahead of `expand` (FOLLOWS_PRODUCT), the output is read after the wait.
-
-
-@triton.jit
-def _wait(USE_PDL: tl.constexpr):
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _let_next_start(USE_PDL: tl.constexpr):
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+# Dependent launches: `shrink` lets `expand` start only after its own wait, so whatever came before `shrink` is complete when
+# `expand` starts, the output's base product included; where that product is the launch ahead (FOLLOWS_PRODUCT), the output is
+# read after the wait.
 
 
 @triton.jit
@@ -298,13 +280,13 @@ def _shrink_kernel(
             k_end = tl.minimum(k_start + SPLIT_LEN, in_features)
             if STEP == SPLIT_LEN:
                 b_a = _load_a(p_a, o_r, m_r, k_start, k_end, BLOCK_K, GROUPS)
-                _wait(USE_PDL)
-                _let_next_start(USE_PDL)
+                wait(USE_PDL)
+                let_next_start(USE_PDL)
                 b_x = _load_x(p_x, o_t, m_t, k_start, k_end, BLOCK_K, GROUPS)
                 b_h = tl.dot(b_x, b_a, input_precision="ieee")
             else:
-                _wait(USE_PDL)
-                _let_next_start(USE_PDL)
+                wait(USE_PDL)
+                let_next_start(USE_PDL)
                 if GROUPS == 1:
                     b_h = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
                 else:
@@ -319,7 +301,7 @@ def _shrink_kernel(
             tl.store(p_scratch + o_h[:, None] + r[None, :], b_h, mask=m_t[:, None] & _in_rank(r, rank, R)[None, :])
         i_next = i_item + tl.num_programs(0)
         lora_slot, t_start, t_end = _load_tile(p_tiles, i_next // ITEMS, i_next < num_items)
-    _wait(USE_PDL)
+    wait(USE_PDL)
 
 
 @triton.jit
@@ -411,9 +393,9 @@ def _expand_kernel(
             p_block = p_out + (t.to(tl.int64) * out_stride)[:, None] + o[None, :]
             b_b = _load_b(p_b, i_row, o, m_o, r, rank, out_features, R)
             if FOLLOWS_PRODUCT:
-                _wait(USE_PDL)
+                wait(USE_PDL)
             b_out = tl.load(p_block, mask=m_out, other=0.0)  # [BLOCK_T, BLOCK_O]
-            _wait(USE_PDL)
+            wait(USE_PDL)
             b_h = _load_h(p_scratch, num_tokens, t, m_t, i_slice, r, rank, M, R, S, AT_ONCE, BLOCK_T, BLOCK_R)
             acc = tl.dot(b_h.to(b_b.dtype), b_b, input_precision="ieee")
             if R > BLOCK_R:
@@ -426,7 +408,7 @@ def _expand_kernel(
             tl.store(p_block, (b_out.to(tl.float32) + acc).to(b_out.dtype), mask=m_out)
         i_next = i_item + tl.num_programs(0)
         lora_slot, t_start, t_end = _load_tile(p_tiles, i_next // FIRST_BLOCKS[M], i_next < num_items)
-    _wait(USE_PDL)
+    wait(USE_PDL)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -457,9 +439,9 @@ def _expand_stream_kernel(
         m_out = (t < t_end)[:, None] & (m_o & (rank > 0))[None, :]
         b_b = _load_b(p_b, lora_slot.to(tl.int64), o, m_o, r, rank, out_features, R)
         if FOLLOWS_PRODUCT:
-            _wait(USE_PDL)
+            wait(USE_PDL)
         b_out = tl.load(p_block, mask=m_out, other=0.0)
-    _wait(USE_PDL)
+    wait(USE_PDL)
     while i_share < share_end:
         i_tile, i_block = i_share // NUM_BLOCKS, i_share % NUM_BLOCKS
         i_slice, o_start, o_end, last_block = _locate(i_block, SLICE_STARTS, SLICE_ENDS, FIRST_BLOCKS, M, BLOCK_O)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention_parts import STEP_POINTERS, Tile, accumulate, capped, load_rows, log2_scales, row_of_tile
+from kernels.dependent_launch import can_depend, launch_options, wait
 from kernels.kv_write import write_kv_
 from kernels.metadata import MAX_KV_HEADS, AttentionMetadata, AttentionTensors
 from kernels.prompt_attention import attend_prompts_, can_attend_prompts
@@ -177,7 +178,7 @@ def _attend_decodes(
         HAS_CAP=soft_cap is not None, HAS_NEW=new is not None, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
         ARRIVALS=metadata.arrivals.stride(0), HEADS=heads,
         MERGE_SPLITS=max(1, min(_MAX_SPLITS, _MERGE_NUMBERS // (heads * block_d))),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(can_depend(q.device)),
     )  # fmt: skip
 
 
@@ -254,7 +255,9 @@ def _split(  # type: ignore[no-untyped-def]
     if HAS_WINDOW:
         first = tl.maximum(kv_len - window, 0)
     span = kv_len - first
-    split_len = tl.maximum(tl.cdiv(tl.cdiv(span, splits), KEYS) * KEYS, min_split_len)
+    # As few as may be, of equal length: the longest is what the others wait for.
+    num_wanted = tl.maximum(tl.cdiv(span, tl.maximum(tl.cdiv(span, splits), min_split_len)), 1)
+    split_len = tl.maximum(tl.cdiv(tl.cdiv(span, num_wanted), KEYS), 1) * KEYS
     return first, split_len, tl.cdiv(span, split_len)
 
 
@@ -304,7 +307,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     stride_k_new_token, stride_k_new_head, stride_v_new_token, stride_v_new_head, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_NEW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ARRIVALS: tl.constexpr, HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    ARRIVALS: tl.constexpr, HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one decode's keys for the query heads of one KV head; the last split to end merges all of them.
 
@@ -314,14 +317,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     i_kv_head, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_len_ptr + i_row)
+    first, split_len, num_active = _split(kv_len, window, splits, min_split_len, HAS_WINDOW, KEYS)
     token = i_row  # with HAS_NEW all rows are decodes
     if not HAS_NEW:
         token = tl.load(cu_query_len_ptr + i_row).to(tl.int64)
-        if tl.load(cu_query_len_ptr + i_row + 1) - token != 1:
-            return
-    first, split_len, num_active = _split(kv_len, window, splits, min_split_len, HAS_WINDOW, KEYS)
+        is_decode = tl.load(cu_query_len_ptr + i_row + 1) - token == 1
+        num_active = tl.where(is_decode, num_active, -1)
+    wait(USE_PDL)
     # The first split also writes the zeros of a row without keys.
-    if i_split >= tl.maximum(num_active, 1):
+    if i_split >= num_active and (i_split > 0 or num_active < 0):
         return
     start = first + i_split * split_len
     end = tl.minimum(start + split_len, kv_len)
