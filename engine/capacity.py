@@ -78,7 +78,7 @@ LAUNCHED_LAYER_SECONDS = 0.87e-3
 """The host's launches of a layer in a step of more tokens, which is not recorded: no such step is shorter."""
 LORA_LAUNCHED_LAYER_SECONDS = 0.55e-3
 """What LoRA adds to those."""
-MAX_RECORDED_TOKENS = 1024
+MAX_RECORDED_TOKENS = 2048
 """Of steps with prompts (`engine/graphs`)."""
 
 

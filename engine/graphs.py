@@ -29,7 +29,7 @@ from kernels import AttentionBuffers, LoraMetadata, LoraSegment
 
 logger = logging.getLogger(__name__)
 
-_MIXED_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_MIXED_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 """Beyond these the device needs about as long as the host takes to launch each kernel."""
 
 

@@ -71,12 +71,12 @@ def test_speeds_are_within_a_tenth_of_the_measured_tables(base: BaseModel) -> No
         assert found.all_first_tokens_s == pytest.approx(float(measured_s), rel=0.1)
 
 
-def test_prompts_one_by_one_cost_more_than_together_where_steps_are_not_recorded(base: BaseModel) -> None:
+def test_prompts_one_by_one_cost_hardly_more_than_together(base: BaseModel) -> None:
     assert mixed_sizes(10 * MAX_RECORDED_TOKENS)[-1] == MAX_RECORDED_TOKENS
     longest = MAX_RECORDED_TOKENS - 7  # beside 7 other requests
-    for prompt_len, least, most in ((64, 0.95, 1.0), (longest, 0.95, 1.0), (longest + 1, 0.8, 0.92), (4096, 0.95, 1.0)):
+    for prompt_len in (64, longest, longest + 1, 4096):
         found = estimate_speed(base, GPUS["h200"], Workload(8, prompt_len, answer_len=64, num_adapters=8))
-        assert least < found.tokens_per_s / found.tokens_per_s_together <= most, prompt_len
+        assert 0.95 < found.tokens_per_s / found.tokens_per_s_together <= 1, prompt_len
         assert found.requests_per_s == pytest.approx(found.tokens_per_s / 64)
     alone = estimate_speed(base, GPUS["h200"], Workload(1, 64, answer_len=64))
     assert alone.first_token_s == alone.all_first_tokens_s

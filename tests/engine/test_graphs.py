@@ -165,7 +165,7 @@ def test_sizes_go_up_to_what_a_step_may_hold() -> None:
     assert decode_sizes(100)[-3:] == [80, 96, 100]
     assert mixed_sizes(40) == [16, 32, 40]
     assert mixed_sizes(8) == [8]
-    assert mixed_sizes(8192)[-1] == 1024
+    assert mixed_sizes(8192)[-1] == 2048
 
 
 class Cycle:
