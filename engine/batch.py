@@ -13,10 +13,48 @@ import numpy as np
 import torch
 
 from engine.scheduler import Plan, PlanItem
+from engine.state import RequestState
 from kernels import NULL_BLOCK, LoraSegment
 
 TOKEN_IDS, KV_INDEX, FLIGHT_ROWS, POSITIONS = range(4)
 """Rows of `Batch.inputs`; from `POSITIONS` on, there is one row for each number that places a token."""
+
+
+MAX_PROMPT_ROWS = 128
+"""Prompt tokens whose logits are there at a time: enough for the head to be read seldom, few enough to need little memory."""
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """A request's prompt tokens [start, end), which a step scores: gives the log probability of each.
+
+    Attributes:
+        scored: those that are no placeholders of media, in order.
+        num_top: likeliest tokens that the request asks for.
+    """
+
+    state: RequestState
+    start: int
+    end: int
+    scored: list[int]
+    num_top: int
+
+
+@dataclass(frozen=True)
+class PromptSlice:
+    """S prompt tokens to be scored at once, at most `MAX_PROMPT_ROWS`; as arrays, which are pickled faster than tensors.
+
+    Attributes:
+        rows: [S] int64, the packed token before each.
+        token_ids: [S] int64.
+        head_segments: adapters of the S rows.
+        num_top: likeliest tokens to tell of, the same for all slices of a step.
+    """
+
+    rows: np.ndarray
+    token_ids: np.ndarray
+    head_segments: tuple[LoraSegment, ...]
+    num_top: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +73,8 @@ class Batch:
         sampled: the R items that `logits_at` belongs to, in order.
         mutual_spans: [T, 2] int32 or None: `[start, end)` of the keys that a token sees although they follow it, as
             places in its request; (0, 0) for none. None where no token does.
+        prompt_parts: prompt tokens to be scored, by request.
+        prompt_slices: the same tokens in the same order, by what is computed at a time.
     """
 
     inputs: torch.Tensor
@@ -46,6 +86,8 @@ class Batch:
     head_segments: tuple[LoraSegment, ...]
     sampled: tuple[PlanItem, ...]
     mutual_spans: torch.Tensor | None = None
+    prompt_parts: tuple[PromptPart, ...] = ()
+    prompt_slices: tuple[PromptSlice, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +135,7 @@ def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None, *, n
     sampled = [row for row, item in enumerate(items) if item.is_sampled]
     slots = [item.state.lora_slot for item in items]
     lens: list[int] = query_lens.tolist()
+    parts = _prompt_parts(plan)
     return Batch(
         inputs=torch.from_numpy(inputs),
         query_lens=lens,
@@ -103,6 +146,35 @@ def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None, *, n
         head_segments=_segments([slots[row] for row in sampled], [1] * len(sampled)),
         sampled=tuple(items[row] for row in sampled),
         mutual_spans=_mutual_spans(plan, num_packed),
+        prompt_parts=tuple(part for _, part in parts),
+        prompt_slices=_prompt_slices(parts) if parts else (),
+    )
+
+
+def _prompt_parts(plan: Plan) -> list[tuple[int, PromptPart]]:
+    """Prompt tokens to be scored, each part with the packed place that its request's first token has or would have."""
+    parts, chunk_start = list[tuple[int, PromptPart]](), 0
+    for item in plan.items:
+        scored, state = item.scored(), item.state
+        if scored:
+            spans = state.request.spans
+            places = [place for place in scored if not any(span.start <= place < span.end for span in spans)]
+            num_top = state.request.sampling.prompt_logprobs or 0
+            parts.append((chunk_start - item.start, PromptPart(state, scored.start, scored.stop, places, num_top)))
+        chunk_start += item.end - item.start
+    return parts
+
+
+def _prompt_slices(parts: list[tuple[int, PromptPart]]) -> tuple[PromptSlice, ...]:
+    """All tokens of the parts, cut into slices of bounded size whatever request they belong to."""
+    num_top = max(part.num_top for _, part in parts)
+    rows = np.array([offset + place - 1 for offset, part in parts for place in part.scored], np.int64)
+    ids = np.array([part.state.token_ids[place] for _, part in parts for place in part.scored], np.int64)
+    slots = [part.state.lora_slot for _, part in parts for _ in part.scored]
+    return tuple(
+        PromptSlice(rows[start:end], ids[start:end], _segments(slots[start:end], [1] * len(slots[start:end])), num_top)
+        for start in range(0, len(rows), MAX_PROMPT_ROWS)
+        for end in (start + MAX_PROMPT_ROWS,)
     )
 
 

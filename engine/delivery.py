@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 from engine.answer import Answer
 from engine.detokenizer import DecodingTable, Detokenizer, StopMatcher
@@ -37,6 +38,8 @@ def make_state(request: EngineRequest, answer: Answer, decoding: DecodingTable) 
         stop_matcher=StopMatcher(tuple(sampling.stop), include_stop=sampling.include_stop_str_in_output),
         token_ids=list(request.prompt_token_ids),
         output_token_ids=output_token_ids,
+        # Nothing comes before the first token, so it has no log probability.
+        prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
     )
 
 
@@ -53,8 +56,35 @@ def first_delta(item: PlanItem) -> Delta:
     return Delta(receipt=receipt)
 
 
+def take_prompt_logprobs(state: RequestState, entries: Sequence[TokenLogprob | None]) -> None:
+    """Keep those of the next prompt tokens until they are all known."""
+    if state.prompt_logprobs is not None:
+        state.prompt_logprobs += entries
+
+
+def only_prompt_delta(state: RequestState) -> Delta:
+    """The end of an answer that has no tokens."""
+    return Delta(finish_reason="length", prompt_logprobs=_prompt_logprobs(state))
+
+
 def next_delta(state: RequestState, token_id: int, logprob: TokenLogprob | None) -> Delta:
-    """The text that a token, which `state` has already, makes final; with a `finish_reason` where the answer ends by it."""
+    """The text that a token, which `state` has already, makes final; with a `finish_reason` where the answer ends by it.
+
+    The first one has the log probabilities of the prompt too.
+    """
+    delta = _text_delta(state, token_id, logprob)
+    if state.num_outputs > 1 or state.prompt_logprobs is None:
+        return delta
+    return dataclasses.replace(delta, prompt_logprobs=_prompt_logprobs(state))
+
+
+def _prompt_logprobs(state: RequestState) -> tuple[TokenLogprob | None, ...]:
+    entries = tuple(state.prompt_logprobs or ())
+    assert len(entries) == state.prompt_len, "a prompt token was not scored, or twice"
+    return entries
+
+
+def _text_delta(state: RequestState, token_id: int, logprob: TokenLogprob | None) -> Delta:
     logprobs = () if logprob is None else (logprob,)
     is_stop_token, stop_token = _is_stop_token(state, token_id)
     stop_reason: str | int | None = stop_token

@@ -24,7 +24,7 @@ from engine.batch import FLIGHT_ROWS, KV_INDEX, POSITIONS, TOKEN_IDS, Batch
 from engine.flight import FlightTokens
 from engine.model import BaseModel
 from engine.scheduler import Plan
-from engine.transfer import pinned, to_device
+from engine.transfer import pinned
 from kernels import AttentionBuffers, LoraMetadata, LoraSegment
 
 logger = logging.getLogger(__name__)
@@ -151,9 +151,11 @@ class StepGraphs:
         return next((size for size in sizes if size >= plan.num_tokens), None)
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """[R, V] float32 logits of a step that `size_for` has a size for, to which it is padded.
+        """What a step gives that `size_for` has a size for, to which it is padded.
 
-        The memory may be the graph's own, and lasts until the next replay.
+        Returns:
+            [R, V] float32 logits of decodes; [T, H] hidden states of steps with prompts. The memory is the graph's own, and
+            lasts until the next replay.
         """
         size, is_decode, device = batch.num_tokens, batch.is_decode, self._model.device
         inputs = self._inputs_of(size)
@@ -165,10 +167,7 @@ class StepGraphs:
         if has_lora:
             self._update_lora(("decoder", "head") if is_decode else ("decoder",), batch.lora_segments, size)
         output = self._recordings[is_decode, size, has_lora].replay()
-        if is_decode:
-            return output[: len(batch.logits_at)]
-        self._update_lora(("head",), batch.head_segments, len(batch.logits_at))
-        return self._model.logits(output[to_device(batch.logits_at, torch.int64, device)])
+        return output[: len(batch.logits_at)] if is_decode else output
 
     def launch(self, size: int, is_decode: bool) -> torch.Tensor:
         """What a replay computes from the buffers, launch by launch.

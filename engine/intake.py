@@ -236,7 +236,7 @@ class Intake:
         if self._has_grid_positions and any(span.media.grid for span in built.spans):
             return grid_positions(prompt_len, built.spans)
         # The last token of the answer is never read.
-        is_long = self._short_len is not None and prompt_len + max_tokens - 1 > self._short_len
+        is_long = self._short_len is not None and prompt_len + max(max_tokens, 1) - 1 > self._short_len
         return None, LONG if is_long else 0
 
     def _max_tokens(self, sampling: SamplingParams, built: BuiltPrompt, is_transcript: bool) -> int:
@@ -248,7 +248,7 @@ class Intake:
                 "start with a larger --max-num-batched-tokens."
             )
         room = self._limits.max_model_len - prompt_len
-        if room < 1 or (sampling.max_tokens or 1) > room:
+        if room < 0 or (1 if sampling.max_tokens is None else sampling.max_tokens) > room:
             wanted = f" and max_tokens is {sampling.max_tokens}" if sampling.max_tokens else ""
             raise ContextTooLong(
                 f"The prompt has {prompt_len} tokens{wanted}, but the context holds {self._limits.max_model_len}; "
@@ -258,7 +258,7 @@ class Intake:
         if sampling.max_tokens is None and is_transcript:
             # Ten placeholders stand for a second or less; nobody speaks as many tokens.
             return min(room, _TRANSCRIPT_MARGIN + sum(span.media.num_tokens for span in built.spans))
-        return sampling.max_tokens or room
+        return room if sampling.max_tokens is None else sampling.max_tokens
 
 
 def make_receipt(route: Route, handle: GenerationHandle | None) -> Receipt:

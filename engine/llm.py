@@ -211,11 +211,13 @@ class LLM:
 
     def _collect(self, prompt: Prompt, answer: Answer, lora: LoRARequest | None) -> RequestOutput:
         text, token_ids, logprobs = "", list[int](), list[TokenLogprob]()
+        prompt_logprobs: list[TokenLogprob | None] = []
         stop_reason: str | int | None = None
         for delta in answer:
             text += delta.text
             token_ids += delta.token_ids
             logprobs += delta.logprobs
+            prompt_logprobs += delta.prompt_logprobs
             stop_reason = delta.stop_reason
         receipt = answer.receipt
         if receipt.name is None:
@@ -232,6 +234,7 @@ class LLM:
             finished=True,
             lora_request=lora,
             receipt=receipt,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.answer import Answer
-from engine.delivery import first_delta, make_state, next_delta
+from engine.delivery import first_delta, make_state, next_delta, only_prompt_delta, take_prompt_logprobs
 from engine.detokenizer import DecodingTable, FastTokenizer
 from engine.errors import AppError, EngineClosed, EngineFault, InvalidRequest
 from engine.metrics import LoopCounters
@@ -296,6 +296,8 @@ class EngineLoop:
             return
         try:
             sampled = in_flight.step.read()
+            for state, entries in in_flight.step.read_prompts():
+                take_prompt_logprobs(state, entries)
             self._scheduler.commit(in_flight.plan)
         except Exception as error:
             logger.exception("event=step_failed requests=%s", _request_ids(in_flight.plan))
@@ -355,6 +357,9 @@ class EngineLoop:
             name = state.request.receipt.name
             cause = f"the adapter {name!r} or the base model" if name else "the base model"
             self._fail(state, EngineFault(f"The model's output is not a number (NaN); {cause} is numerically broken."))
+            return
+        if state.request.max_tokens == 0:
+            self._finish(state, "length", only_prompt_delta(state))
             return
         state.append(token_id)
         self.counters.generated_tokens += 1

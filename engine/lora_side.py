@@ -21,6 +21,7 @@ from adapters.slots import SlotPool
 from adapters.surface import ModelSurface
 from engine.adapter_text import AdapterTexts
 from engine.added_tokens import SlotMetadata
+from engine.batch import MAX_PROMPT_ROWS
 from engine.config import EngineConfig, LoRAModule
 from engine.encoder_cache import EncoderCache
 from engine.errors import AppError
@@ -234,7 +235,8 @@ def make_metadata(config: EngineConfig, base: BaseModel) -> dict[str, LoraMetada
     Tower and connector see one adapter a call and token counts of their own, which need no tiles.
     """
     max_in = base.max_in_features
-    tokens = {"decoder": config.max_num_batched_tokens, "head": config.max_num_seqs, "tower": 1, "connector": 1}
+    head_rows = max(config.max_num_seqs, MAX_PROMPT_ROWS)
+    tokens = {"decoder": config.max_num_batched_tokens, "head": head_rows, "tower": 1, "connector": 1}
     metadata_class = SlotMetadata if config.lora_extra_vocab_size else LoraMetadata
     return {
         part: metadata_class(

@@ -125,8 +125,9 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` 0 or -1 means all tokens. `max_tokens` None means up to the context's end.
     `seed` makes a request reproducible whatever shares its batch. `logprobs` None means none; 0 means the chosen
-    token's alone; n means also the n likeliest. `logit_bias` maps token id to a value added to its logit. `json_schema`, as
-    JSON text, lets the answer be nothing but JSON of that schema.
+    token's alone; n means also the n likeliest. `prompt_logprobs` is the same for the prompt's own tokens, each given those
+    before it; the prompt is then computed whole, and `max_tokens` may be 0. `logit_bias` maps token id to a value added to
+    its logit. `json_schema`, as JSON text, lets the answer be nothing but JSON of that schema.
     """
 
     temperature: float = 1.0
@@ -144,6 +145,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     json_schema: str | None = None
 
@@ -158,8 +160,9 @@ class SamplingParams:
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "between 0.01 and 100"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
+            ("max_tokens", self._may_have_max_tokens(), "1 or more (0 only with prompt_logprobs)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
+            ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "between 0 and 20"),
         ):
             if not is_allowed:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}, but must be {allowed}.", param=name)
@@ -176,6 +179,10 @@ class SamplingParams:
             )
         if any(not text for text in self.stop):
             raise InvalidRequest("stop holds an empty string; remove it.", param="stop")
+
+    def _may_have_max_tokens(self) -> bool:
+        least = 1 if self.prompt_logprobs is None else 0
+        return self.max_tokens is None or self.max_tokens >= least
 
 
 @dataclass(frozen=True)
@@ -233,7 +240,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability (natural logarithm) of one generated token and of its likeliest rivals."""
+    """Log probability (natural logarithm) of one token, given those before it, and of its likeliest rivals."""
 
     token_id: int
     logprob: float
@@ -246,7 +253,9 @@ class Delta:
 
     The first event of an answer has `text == ""`, no tokens and a complete `receipt`: it is sent when the request is
     first scheduled. The last one has `finish_reason`. `text` never splits a character and never holds the beginning of
-    a stop string that completes later. `token_ids` are the new tokens, which may run ahead of `text`.
+    a stop string that completes later. `token_ids` are the new tokens, which may run ahead of `text`. `prompt_logprobs`,
+    where they are asked for, come all at once, with the first token or with the end of an answer without one: [P] entries,
+    None for the prompt's first token and for placeholders of media.
     """
 
     text: str = ""
@@ -255,6 +264,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     receipt: Receipt | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
 
 
 @dataclass(frozen=True)
@@ -271,7 +281,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt with its answers, as `LLM.generate` and `LLM.chat` return it."""
+    """A prompt with its answers, as `LLM.generate` and `LLM.chat` return it.
+
+    `prompt_logprobs` has an entry for each prompt token where they are asked for, None for the first and for placeholders of
+    media; else it is empty.
+    """
 
     request_id: str
     prompt: str | None
@@ -280,6 +294,7 @@ class RequestOutput:
     finished: bool
     lora_request: LoRARequest | None
     receipt: Receipt
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

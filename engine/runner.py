@@ -15,6 +15,7 @@ from engine.batch import FLIGHT_ROWS, KV_INDEX, POSITIONS, TOKEN_IDS, Batch, bui
 from engine.encoder_cache import EncoderCache
 from engine.flight import FlightTokens
 from engine.graphs import StepGraphs
+from engine.logprobs import PromptLogprobs, pack_logprobs
 from engine.model import BaseModel
 from engine.request import TokenLogprob
 from engine.sampler import Choice, Sampler
@@ -33,11 +34,16 @@ class LaunchedStep:
 
     sampled: tuple[PlanItem, ...]
     choice: Choice
+    prompt_logprobs: PromptLogprobs | None
 
     def read(self) -> list[tuple[PlanItem, int, TokenLogprob | None]]:
         """Each sampled item's next token (-1 where its logits are not numbers); waits until the device has them."""
         token_ids, logprobs = self.choice.read()
         return list(zip(self.sampled, token_ids, logprobs, strict=True))
+
+    def read_prompts(self) -> list[tuple[RequestState, list[TokenLogprob | None]]]:
+        """Log probabilities of the prompt tokens that the step has scored, in order; there once `read` has returned."""
+        return [] if self.prompt_logprobs is None else list(self.prompt_logprobs.read())
 
 
 @dataclass(frozen=True)
@@ -108,14 +114,16 @@ class Runner:
         graphs = self._graphs
         graph_size = None if graphs is None else graphs.size_for(plan)
         batch = build_batch(plan, self._block_size, graph_size, num_position_rows=self._model.num_position_rows)
-        logits = self._compute(plan, batch, is_recorded=graph_size is not None)
+        logits, packed = self._compute(plan, batch, is_recorded=graph_size is not None)
+        # Before the choice, whose arrival on the host is waited for.
+        prompt_logprobs = PromptLogprobs(packed, batch.prompt_parts) if batch.prompt_parts else None
         choice = self._sampler.choose(logits, [item.state.sampler_row for item in batch.sampled])
         self._flight_tokens.keep(choice.token_ids)
         # Last, so that a step that fails and is computed again shows its logits once.
         for row, item in enumerate(batch.sampled):
             if item.state.request.on_logits is not None:
                 item.state.request.on_logits(logits[row])
-        return LaunchedStep(batch.sampled, choice)
+        return LaunchedStep(batch.sampled, choice, prompt_logprobs)
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, *, num_cached: int = 0, has_lora: bool = False) -> None:
@@ -134,15 +142,34 @@ class Runner:
         self._set_segments("decoder", (LoraSegment(0, 0, num_tokens),) if has_lora else (), num_tokens)
         self._model.decode(self._model.embed(token_ids), token_ids.repeat(self._model.num_position_rows, 1))
 
-    def _compute(self, plan: Plan, batch: Batch, *, is_recorded: bool) -> torch.Tensor:
-        """[R, V] float32 logits of the rows to sample."""
-        if is_recorded:
+    def _compute(self, plan: Plan, batch: Batch, *, is_recorded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[R, V] float32 logits of the rows to sample; and what `pack_logprobs` makes of the prompt tokens to be scored."""
+        if not is_recorded:
+            hidden = self._forward(plan, batch)
+        else:
             assert self._graphs is not None, "nothing was recorded"
-            return self._graphs.run(batch)
-        return self._forward(plan, batch)
+            output = self._graphs.run(batch)
+            if batch.is_decode:
+                assert not batch.prompt_slices, "the last token of a prompt scores none of its own"
+                return output, None
+            hidden = output
+        scored = [
+            pack_logprobs(
+                self._logits(hidden, torch.from_numpy(each.rows), each.head_segments),
+                to_device(torch.from_numpy(each.token_ids), torch.int64, hidden.device), each.num_top,
+            )
+            for each in batch.prompt_slices
+        ]  # fmt: skip
+        logits = self._logits(hidden, batch.logits_at, batch.head_segments)
+        return logits, torch.cat(scored) if scored else None
+
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, segments: tuple[LoraSegment, ...]) -> torch.Tensor:
+        """[R, V] float32 logits of R rows, on the host, of the hidden states [T, H]; `segments` are the rows' adapters."""
+        self._set_segments("head", segments, len(rows))
+        return self._model.logits(hidden[to_device(rows, torch.int64, hidden.device)])
 
     def _forward(self, plan: Plan, batch: Batch) -> torch.Tensor:
-        """[R, V] float32 logits of the rows to sample, launch by launch."""
+        """[T, H] hidden states, launch by launch."""
         device = self._model.device
         inputs = to_device(batch.inputs, torch.int64, device)
         token_ids = self._flight_tokens.fill_in(inputs[TOKEN_IDS], inputs[FLIGHT_ROWS])
@@ -153,9 +180,7 @@ class Runner:
             mutual_spans=None if batch.mutual_spans is None else to_device(batch.mutual_spans, torch.int32, device),
         )  # fmt: skip
         self._attention_step.kv_index = inputs[KV_INDEX]
-        hidden = self._model.decode(embeddings, inputs[POSITIONS:])
-        self._set_segments("head", batch.head_segments, len(batch.logits_at))
-        return self._model.logits(hidden[to_device(batch.logits_at, torch.int64, device)])
+        return self._model.decode(embeddings, inputs[POSITIONS:])
 
     def _embed(self, plan: Plan, token_ids: torch.Tensor) -> torch.Tensor:
         """[T, H]: token embeddings, with media features in place of their placeholders."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.errors import InvalidRequest
 from engine.guides import Guide, apply_guides
+from engine.logprobs import pack_logprobs, unpack_logprob
 from engine.penalties import Penalties, has_penalties
 from engine.request import SamplingParams, TokenLogprob
 from engine.transfer import HostCopy, to_device
@@ -79,7 +80,7 @@ class Choice:
 
     Args:
         token_ids: [R] int64, `INVALID_TOKEN` for a row that holds NaN or nothing finite.
-        logprobs: [W, 1 + 2k] float64 for the W rows that ask for them, as `_packed_logprobs` lays them out.
+        logprobs: [W, 1 + 2k] float64 for the W rows that ask for them, as `pack_logprobs` lays them out.
         rows: the R rows.
     """
 
@@ -286,16 +287,13 @@ def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _packed_logprobs(logits: Tensor, rows: Sequence[SamplerRow], chosen: Tensor) -> Tensor | None:
-    """Of the raw logits of rows that ask for them: the chosen token's, the k highest, and their ids (exact in float64)."""
+    """`pack_logprobs` of the rows that ask for them."""
     wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     if not wanted:
         return None
-    num_top = min(max(rows[index].params.logprobs or 0 for index in wanted), logits.shape[-1])
+    num_top = max(rows[index].params.logprobs or 0 for index in wanted)
     index = to_device(wanted, torch.int64, logits.device)
-    logprobs = logits[index].log_softmax(dim=-1)
-    chosen_ids = chosen[index].clamp(min=0).unsqueeze(-1)
-    top_values, top_ids = logprobs.topk(num_top, dim=-1)
-    return torch.cat([logprobs.gather(-1, chosen_ids).double(), top_values.double(), top_ids.double()], -1)
+    return pack_logprobs(logits[index], chosen[index].clamp(min=0), num_top)
 
 
 def _logprobs(
@@ -308,9 +306,6 @@ def _logprobs(
         if row.params.logprobs is None:
             result.append(None)
             continue
-        values = next(values_of)
-        num_top = len(values) // 2
-        top = zip(values[1 + num_top :], values[1 : 1 + min(row.params.logprobs, num_top)], strict=False)
-        entry = TokenLogprob(token_id, values[0], tuple((int(top_id), value) for top_id, value in top))
+        entry = unpack_logprob(next(values_of), token_id, row.params.logprobs)
         result.append(entry if token_id != INVALID_TOKEN else None)
     return result

@@ -38,6 +38,16 @@ class PlanItem:
             if start < end:
                 yield span, start, end
 
+    def scored(self) -> range:
+        """Prompt tokens whose log probabilities are wanted and follow from these tokens' hidden states: the token after each.
+
+        Those that are known are left out: after a preemption tokens are computed again.
+        """
+        known = self.state.prompt_logprobs
+        if known is None:
+            return range(0)
+        return range(max(self.start + 1, len(known)), min(self.end + 1, self.state.prompt_len))
+
 
 def _item(state: RequestState, num_tokens: int) -> PlanItem:
     end = state.num_computed + num_tokens
@@ -275,10 +285,9 @@ class Scheduler:
             state.lora_slot = -1
 
     def _match_prefix(self, state: RequestState) -> list[int]:
-        """Cached blocks of the request's beginning; the last token is always computed, since its logits are needed."""
+        """Cached blocks of the request's beginning, up to the first token whose hidden state is needed."""
         state.update_hashes(self.block_size)
-        num_usable = (len(state.token_ids) - 1) // self.block_size
-        return self.blocks.match(state.block_hashes[:num_usable])
+        return self.blocks.match(state.block_hashes[: state.num_reusable // self.block_size])
 
     def _start(self, state: RequestState, matched: list[int], num_tokens: int) -> bool:
         """Give a waiting request its blocks; no change and False when there are not enough."""

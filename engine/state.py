@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.block_pool import hash_block, root_hash
-from engine.request import Modality, Receipt, SamplingParams
+from engine.request import Modality, Receipt, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from adapters.generation import GenerationHandle
@@ -144,6 +144,7 @@ class RequestState:
         block_hashes: hashes of the full blocks of `token_ids` so far, in order.
         num_published: how many of `blocks` have been offered to the prefix cache.
         lora_slot: row of the LoRA buffers while running; -1 for the base model.
+        prompt_logprobs: those of the prompt's first tokens, as far as they are known; None where nobody asks for them.
         media_features: tower outputs by digest, kept until the request ends so that preemption recomputes none.
         times_passed: how often a later request was admitted while this one waited for a LoRA slot.
     """
@@ -163,6 +164,7 @@ class RequestState:
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     lora_slot: int = -1
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     media_features: dict[str, torch.Tensor] = field(default_factory=dict)
     times_passed: int = 0
     num_preemptions: int = 0
@@ -196,6 +198,15 @@ class RequestState:
     def num_pending(self) -> int:
         """Tokens whose keys and values are not computed yet; 1 while decoding."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens that need not be computed where their keys are cached: the next token depends on the last one's hidden
+        state, and a prompt token's log probability on that of the token before it."""
+        known = self.prompt_logprobs
+        if known is None or len(known) >= self.prompt_len:
+            return len(self.token_ids) - 1
+        return len(known) - 1
 
     @property
     def is_sampled_out(self) -> bool:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, PromptSlice
 from engine.config import EngineConfig
 from engine.parallel.shards import PackedPair
 from kernels import LoraSegment
@@ -77,6 +77,7 @@ class Step:
     lora_segments: tuple[LoraSegment, ...]
     logits_at: np.ndarray
     head_segments: tuple[LoraSegment, ...]
+    prompt_slices: tuple[PromptSlice, ...]
     is_recorded: bool
 
     @classmethod
@@ -85,7 +86,7 @@ class Step:
         assert batch.mutual_spans is None, "models with media are not split"
         return cls(
             batch.inputs.numpy(), batch.query_lens, batch.kv_lens, batch.block_table.numpy(), batch.lora_segments,
-            batch.logits_at.numpy(), batch.head_segments, is_recorded,
+            batch.logits_at.numpy(), batch.head_segments, batch.prompt_slices, is_recorded,
         )  # fmt: skip
 
     def batch(self) -> Batch:
@@ -94,6 +95,7 @@ class Step:
             inputs=torch.from_numpy(self.inputs), query_lens=self.query_lens, kv_lens=self.kv_lens,
             block_table=torch.from_numpy(self.block_table), lora_segments=self.lora_segments,
             logits_at=torch.from_numpy(self.logits_at), head_segments=self.head_segments, sampled=(),
+            prompt_slices=self.prompt_slices,
         )  # fmt: skip
 
 

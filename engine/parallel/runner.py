@@ -41,7 +41,7 @@ class RankRunner(Runner):
         super().__init__(*settings)
         self._group = group
 
-    def _compute(self, plan: Plan, batch: Batch, *, is_recorded: bool) -> torch.Tensor:
+    def _compute(self, plan: Plan, batch: Batch, *, is_recorded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         if bool((batch.inputs[FLIGHT_ROWS] >= 0).any()):
             # Rank 0 has sampled them; the others need them for their embeddings.
             self._group.copy_from_first_(self._flight_tokens.memory)
@@ -58,9 +58,9 @@ class LeadingRunner(RankRunner):
     def launch(self, plan: Plan) -> LaunchedStep:
         """As `Runner.launch`, on all ranks. Raises `WorkerLost`."""
         step = super().launch(plan)
-        return GuardedStep(step.sampled, step.choice, self._team)
+        return GuardedStep(step.sampled, step.choice, step.prompt_logprobs, self._team)
 
-    def _compute(self, plan: Plan, batch: Batch, *, is_recorded: bool) -> torch.Tensor:
+    def _compute(self, plan: Plan, batch: Batch, *, is_recorded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         with self._team.in_step():
             self._team.send(Step.of(batch, is_recorded=is_recorded))
             return super()._compute(plan, batch, is_recorded=is_recorded)

@@ -102,6 +102,46 @@ def test_steps_with_prompts_and_padding_answer_as_steps_without(
         engine.close()
 
 
+def prompt_logprobs(engine: Engine, plan: list[tuple[str | None, list[int]]]) -> list[list[float | None]]:
+    """Those of the plan's prompts, every second of which also gets an answer."""
+    with held_before(engine, len(plan)):
+        started = [
+            engine.start_sync(
+                TokenPrompt(prompt),
+                SamplingParams(temperature=0, max_tokens=row % 2 * 12, ignore_eos=True, prompt_logprobs=1),
+                lora=name or "none",
+            )[0]
+            for row, (name, prompt) in enumerate(plan)
+        ]
+    return [[entry and entry.logprob for delta in answer for entry in delta.prompt_logprobs] for answer in started]
+
+
+def test_prompts_are_scored_in_recorded_steps_too(
+    llama_dir: Path,
+    llama_adapters: dict[str, Path],
+    tmp_path: Path,
+    plan: list[tuple[str | None, list[int]]],
+    sizes: Counter[tuple[bool, int]],
+) -> None:
+    plain = make_engine(llama_dir, llama_adapters, tmp_path / "plain", max_num_batched_tokens=40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepGraphs, "size_for", lambda graphs, plan: None)
+        expected = prompt_logprobs(plain, plan)
+        plain.close()
+    assert [len(each) for each in expected] == [len(prompt) for _, prompt in plan]
+    engine = make_engine(llama_dir, llama_adapters, tmp_path / "recorded", max_num_batched_tokens=40)
+    try:
+        sizes.clear()
+        for _ in range(2):
+            found = prompt_logprobs(engine, plan)
+            for one, other in zip(found, expected, strict=True):
+                assert one == pytest.approx(other, abs=1e-4)
+        assert sum(sizes.values()) == engine.stats().num_steps, "a step was launched kernel by kernel"
+        assert {is_decode for is_decode, _ in sizes} == {False, True}
+    finally:
+        engine.close()
+
+
 def test_tokens_of_padding_are_seen_by_nobody(
     llama_dir: Path, tmp_path: Path, sizes: Counter[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

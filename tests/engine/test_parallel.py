@@ -129,6 +129,22 @@ def test_mixed_batches_and_requests_alone_equal_one_process(single: Engine, spli
         check_equal(answers(split, [prompt], [name]), [answer])
 
 
+def prompt_logprobs(engine: Engine) -> list[list[TokenLogprob]]:
+    sampling = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=3)
+    prompts = [*PROMPTS[:-1], random_ids(200, 7)]  # More than the head takes at once.
+    started = [
+        engine.start_sync(TokenPrompt(prompt), sampling, lora=name)[0]
+        for prompt, name in zip(prompts, NAMES, strict=True)
+    ]
+    found = [[entry for delta in answer for entry in delta.prompt_logprobs] for answer in started]
+    assert [len(each) for each in found] == [len(prompt) for prompt in prompts]
+    return [[entry for entry in each if entry is not None] for each in found]
+
+
+def test_prompts_are_scored_as_in_one_process(single: Engine, split: Engine) -> None:
+    check_equal(prompt_logprobs(split), prompt_logprobs(single))
+
+
 def test_adapters_come_go_and_are_replaced_while_answers_run(
     single: Engine, split: Engine, model_dir: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
