@@ -28,7 +28,7 @@ from api.stream import (
 )
 from engine.answer import Answer
 from engine.errors import InvalidRequest
-from engine.request import Delta, TextPrompt, TokenPrompt
+from engine.request import Delta, TextPrompt, TokenLogprob, TokenPrompt
 
 router = APIRouter()
 
@@ -42,13 +42,13 @@ async def create_completion(request: Request) -> Response:
     with client_words({"messages": "prompt", **SAMPLED_WORDS}):
         answers = await until_disconnect(request, _start_all(service, body, request_id))
     view = CompletionView(
-        body, request_id, service.token_texts(answers[0]) if body.logprobs is not None else None, answers[0]
+        body, request_id, service.token_texts(answers[0]) if body.logprobs is not None else None, answers
     )
     headers = answer_headers(request_id, answers[0].receipt)
     if body.stream:
-        return EventStream(view.chunks(answers), answers, headers)
+        return EventStream(view.chunks(), answers, headers)
     collected = await until_disconnect(request, collect(answers))
-    return JSONResponse(view.whole(answers, collected), headers=headers)
+    return JSONResponse(view.whole(collected), headers=headers)
 
 
 async def _start_all(service: Service, body: CompletionRequest, request_id: str) -> list[Answer]:
@@ -93,18 +93,24 @@ class CompletionView:
     Args:
         body, request_id: of the request.
         tokens: spells tokens where log probabilities are wanted.
-        first: its first answer.
+        answers: its answers, in order.
     """
 
-    def __init__(self, body: CompletionRequest, request_id: str, tokens: TokenTexts | None, first: Answer) -> None:
+    def __init__(
+        self, body: CompletionRequest, request_id: str, tokens: TokenTexts | None, answers: list[Answer]
+    ) -> None:
         self._body = body
         self._prompts = body.prompts()
-        self._tokenizer = first.tokenizer
         self._tokens = tokens
+        self._answers = answers
         self._head = {"id": request_id, "object": "text_completion", "created": now(), "model": body.model}
 
-    async def chunks(self, answers: list[Answer]) -> AsyncGenerator[dict[str, Any], None]:
-        """A chunk with the receipt (and the prompt, with `echo`), the text, a finish chunk; then usage if asked for."""
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """A chunk with the receipt (and the prompt, with `echo`), the text, a finish chunk; then usage if asked for.
+
+        With `echo` and `logprobs` the prompt has a chunk of its own.
+        """
+        answers = self._answers
         text_start = [0] * len(answers)
         async with aclosing(merge(answers)) as events:
             async for event in events:
@@ -115,14 +121,14 @@ class CompletionView:
         if self._body.wants_usage:
             yield {**self._chunk([], Delta()), "usage": usage.to_dict()}
 
-    def whole(self, answers: list[Answer], collected: list[Collected]) -> dict[str, Any]:
+    def whole(self, collected: list[Collected]) -> dict[str, Any]:
         """The answer to a client that does not stream."""
-        usage = Usage.of(answers, self._body.num_choices)
-        log_answers(answers, "completions", usage)
+        usage = Usage.of(self._answers, self._body.num_choices)
+        log_answers(self._answers, "completions", usage)
         choices = [
             {
                 **_choice(index, self._echo(index) + each.text),
-                "logprobs": self._tokens.completion(each.logprobs, 0) if self._tokens else None,
+                "logprobs": self._logprobs(index, each),
                 "finish_reason": each.finish_reason,
                 "stop_reason": each.stop_reason,
             }
@@ -135,7 +141,22 @@ class CompletionView:
         if not self._body.echo:
             return ""
         prompt = self._prompts[choice // self._body.num_choices]
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
+        return prompt if isinstance(prompt, str) else str(self._answers[0].tokenizer.decode(prompt))
+
+    def _logprobs(self, choice: int, collected: Collected) -> dict[str, list[Any]] | None:
+        """Those of the whole text that the choice gives back."""
+        if self._tokens is None:
+            return None
+        answer = self._tokens.completion(collected.logprobs, len(self._echo(choice)))
+        if not self._body.echo:
+            return answer
+        prompt = self._prompt_logprobs(self._tokens, choice, collected.prompt_logprobs)
+        return {name: values + answer[name] for name, values in prompt.items()}
+
+    def _prompt_logprobs(
+        self, tokens: TokenTexts, choice: int, logprobs: Sequence[TokenLogprob | None]
+    ) -> dict[str, list[Any]]:
+        return tokens.prompt(self._answers[choice].prompt_token_ids, logprobs, self._echo(choice))
 
     def _chunk(self, choices: list[dict[str, Any]], delta: Delta) -> dict[str, Any]:
         chunk: dict[str, Any] = {**self._head, "choices": choices}
@@ -148,8 +169,13 @@ class CompletionView:
     def _choices(self, index: int, delta: Delta, text_start: list[int]) -> list[dict[str, Any]]:
         """What one event of the engine becomes; `text_start` [choices] is kept up to date for log probabilities."""
         found = []
+        scorer = self._tokens if self._body.echo else None
         if delta.receipt is not None:
-            found.append(_choice(index, self._echo(index)))
+            found.append(_choice(index, "" if scorer else self._echo(index)))
+        if scorer and delta.prompt_logprobs:
+            prompt = self._prompt_logprobs(scorer, index, delta.prompt_logprobs)
+            found.append({**_choice(index, self._echo(index)), "logprobs": prompt})
+            text_start[index] = len(self._echo(index))
         if delta.text or delta.logprobs:
             logprobs = None
             if self._tokens and delta.logprobs:

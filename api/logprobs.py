@@ -6,6 +6,7 @@ Called by `chat` and `completions`.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -68,7 +69,7 @@ class TokenTexts:
             "refusal": None,
         }
 
-    def completion(self, logprobs: Sequence[TokenLogprob], text_start: int) -> dict[str, Any]:
+    def completion(self, logprobs: Sequence[TokenLogprob], text_start: int) -> dict[str, list[Any]]:
         """The `logprobs` object of a completion choice; `text_start` is the first token's place in the text."""
         tokens = [self.text(each.token_id) for each in logprobs]
         offsets = []
@@ -78,12 +79,46 @@ class TokenTexts:
         return {
             "tokens": tokens,
             "token_logprobs": [each.logprob for each in logprobs],
-            "top_logprobs": [
-                {self.text(rival): value for rival, value in (*each.top, (each.token_id, each.logprob))}
-                for each in logprobs
-            ],
+            "top_logprobs": [self._rivals(each) for each in logprobs],
             "text_offset": offsets,
         }
+
+    def prompt(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], text: str
+    ) -> dict[str, list[Any]]:
+        """The same for a prompt that is echoed as `text`: an entry for each of its tokens, with null where none is known."""
+        return {
+            "tokens": [self.text(token_id) for token_id in token_ids],
+            "token_logprobs": [each and each.logprob for each in logprobs],
+            "top_logprobs": [each and self._rivals(each) for each in logprobs],
+            "text_offset": self._offsets(token_ids, text),
+        }
+
+    def _rivals(self, logprob: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the token itself by text; of several with the same text, the likeliest."""
+        rivals: dict[str, float] = {}
+        for token_id, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
+            rivals.setdefault(self.text(token_id), value)
+        return rivals
+
+    def _offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """For each token the character of `text` that it begins with, or that its bytes are part of.
+
+        Special tokens that the tokenizer puts before a text are not in it, nor is the space that some put before its first
+        word; they take no room.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        offsets, place = list[int](), 0
+        for token_id in token_ids:
+            offsets.append(min(place, len(text)))
+            piece = decoder.decode(self.raw(token_id))
+            if not text.startswith(piece, place):
+                if token_id in self._special:
+                    continue
+                if piece.startswith(" ") and text.startswith(piece[1:], place):
+                    piece = piece[1:]
+            place += len(piece)
+        return offsets
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self.raw(token_id)

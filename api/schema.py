@@ -106,7 +106,7 @@ class _Sampled(Body):
         "length_penalty": ((1, 1.0), "beam search is not served"),
         "early_stopping": ((False,), "beam search is not served"),
         "truncate_prompt_tokens": ((), "prompts are never cut"),
-        "prompt_logprobs": ((), "log probabilities of the prompt are not served"),
+        "prompt_logprobs": ((), "use echo with logprobs in /v1/completions"),
         "allowed_token_ids": ((), "not served; use logit_bias"),
         "bad_words": (([],), "not served; use logit_bias"),
         "spaces_between_special_tokens": ((True,), "not served"),
@@ -313,12 +313,15 @@ class CompletionRequest(_Sampled):
     def sampling(self) -> SamplingParams:
         """How to sample; raises `InvalidRequest`."""
         self.check_stream()
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo with logprobs asks for log probabilities of the prompt, which are not served; drop one of them.",
-                param="logprobs",
-            )
-        return self._sampling(logprobs=self.logprobs, max_tokens=16 if self.max_tokens is None else self.max_tokens)
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens is 0, but must be 1 or more; 0 needs echo: true.", param="max_tokens")
+        # A prompt without an answer is scored even where nobody asks, as there is nothing else to run it for.
+        wanted = 0 if self.max_tokens == 0 and self.logprobs is None else self.logprobs
+        return self._sampling(
+            logprobs=self.logprobs,
+            prompt_logprobs=wanted if self.echo else None,
+            max_tokens=16 if self.max_tokens is None else self.max_tokens,
+        )
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or many, each as text or as token ids."""

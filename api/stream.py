@@ -46,6 +46,7 @@ class Collected:
     receipt: Receipt
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -58,6 +59,7 @@ class Collected:
         """Take the next event in."""
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs.extend(delta.prompt_logprobs)
         self.receipt = delta.receipt or self.receipt
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason if delta.stop_reason is not None else self.stop_reason
