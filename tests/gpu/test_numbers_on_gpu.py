@@ -202,31 +202,68 @@ def true_logprobs(model: Any, prompt: list[int], token_ids: list[int]) -> torch.
     return torch.log_softmax(logits.float(), -1).cpu()
 
 
+def check_near(
+    dtype: str, kind: str, models: dict[str | None, Any], cases: Sequence[Case], rows: Sequence[Scores]
+) -> None:
+    """Hold each case's entries, which follow its tokens, against the oracle's; other adapters must be further away."""
+    found, wrong = [], []
+    for (prompt, name), entries in zip(cases, rows, strict=True):
+        token_ids = [entry.token_id for entry in entries]
+        for other, model in models.items():
+            expected = true_logprobs(model, prompt, token_ids)
+            distances = [
+                abs(float(expected[step, token]) - value)
+                for step, entry in enumerate(entries)
+                for token, value in entry.top
+            ]
+            if other == name:
+                found += distances
+            else:
+                wrong.append(max(distances))
+    show(f"{dtype} against float32, {kind}", found)
+    assert max(found) <= BOUNDS[dtype] and sum(found) / len(found) <= MEAN_BOUNDS[dtype], kind
+    assert min(wrong) > BOUNDS[dtype], "the bound could not tell one adapter from another"
+
+
+@pytest.fixture
+def oracles(llama_dir: Path, llama_adapters: dict[str, Path]) -> dict[str | None, Any]:
+    oracle = Oracle(llama_dir, LLAMA, llama_adapters)
+    return {name: oracle.model(name).to(DEVICE) for name in (None, *llama_adapters)}
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_numbers_stay_near_transformers_and_peft_in_float32(
-    dtype: str, enforce_eager: bool, llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path
+    dtype: str,
+    enforce_eager: bool,
+    llama_dir: Path,
+    llama_adapters: dict[str, Path],
+    oracles: dict[str | None, Any],
+    tmp_path: Path,
 ) -> None:
-    oracle = Oracle(llama_dir, LLAMA, llama_adapters)
-    names: list[str | None] = [None, *llama_adapters]
-    models = {name: oracle.model(name).to(DEVICE) for name in names}
     with running(llama_dir, llama_adapters, tmp_path, dtype, enforce_eager=enforce_eager) as engine:
         answers = {kind: scores(engine, cases) for kind, cases in BATCHES.items()}
     for kind, cases in BATCHES.items():
-        found, wrong = [], []
-        for (prompt, name), entries in zip(cases, answers[kind], strict=True):
-            token_ids = [entry.token_id for entry in entries]
-            for other in names:
-                expected = true_logprobs(models[other], prompt, token_ids)
-                distances = [
-                    abs(float(expected[step, token]) - value)
-                    for step, entry in enumerate(entries)
-                    for token, value in entry.top
-                ]
-                if other == name:
-                    found += distances
-                else:
-                    wrong.append(max(distances))
-        show(f"{dtype} against float32, {kind} batch", found)
-        assert max(found) <= BOUNDS[dtype] and sum(found) / len(found) <= MEAN_BOUNDS[dtype], kind
-        assert min(wrong) > BOUNDS[dtype], "the bound could not tell one adapter from another"
+        check_near(dtype, f"{kind} batch", oracles, cases, answers[kind])
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_are_scored_near_transformers_and_peft_in_float32(
+    dtype: str,
+    enforce_eager: bool,
+    llama_dir: Path,
+    llama_adapters: dict[str, Path],
+    oracles: dict[str | None, Any],
+    tmp_path: Path,
+) -> None:
+    """More tokens in a step than the head takes at once."""
+    cases = [*MIXED[1:], (random_ids(120, 7), "all"), (random_ids(120, 8), None)]
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=NUM_TOP)
+    with running(llama_dir, llama_adapters, tmp_path, dtype, enforce_eager=enforce_eager) as engine:
+        answers = [engine.start_sync(TokenPrompt(prompt), sampling, lora=name or "none")[0] for prompt, name in cases]
+        rows = [
+            [entry for delta in answer for entry in delta.prompt_logprobs if entry is not None] for answer in answers
+        ]
+    assert [len(entries) for entries in rows] == [len(prompt) - 1 for prompt, _ in cases]
+    check_near(dtype, "prompts", oracles, [(prompt[:1], name) for prompt, name in cases], rows)
