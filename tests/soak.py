@@ -194,7 +194,7 @@ class Soak:
         prompts = self._random.choice([["one two", "three ships"], ["four"], [[5, 6, 7], [8]]])
         body = {
             "model": self._random.choice(self._names), "prompt": prompts, "max_tokens": self._random.randint(1, 20), "n": 2,
-            "frequency_penalty": 0.5, **self._random.choice([{"logprobs": 2}, {"echo": True}]),
+            "frequency_penalty": 0.5, **self._random.choice([{"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}]),
         }  # fmt: skip
         answer = await self._client.post(COMPLETIONS, json=body)
         self._note("complete", answer, {200})

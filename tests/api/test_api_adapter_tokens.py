@@ -44,6 +44,13 @@ def test_token_ids_and_texts_are_those_of_the_adapter(llama_dir: Path, tmp_path:
             assert echoed["text"].endswith("quuxy" * 3)
             choice = post("/v1/completions", model="own", logprobs=1, **ask, **biased).json()["choices"][0]
             assert choice["logprobs"]["tokens"] == ["quuxy", "quuxy"]
+            said = post(
+                "/v1/completions", model="own", logprobs=1, **{**ask, "prompt": [65], "max_tokens": 1}, **biased
+            )
+            scored = post("/v1/completions", model="own", echo=True, logprobs=1, **{**ask, "max_tokens": 0}).json()
+            found, expected = (each["choices"][0]["logprobs"] for each in (scored, said.json()))
+            assert found["tokens"][1:] == expected["tokens"] == ["quuxy"]
+            assert found["token_logprobs"][1] == pytest.approx(expected["token_logprobs"][0], abs=1e-4)
             chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True}
             answer = post("/v1/chat/completions", model="own", **chat, **biased).json()["choices"][0]
             assert answer["logprobs"]["content"][0]["token"] == answer["message"]["content"] == "quuxy"
