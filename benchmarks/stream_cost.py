@@ -42,6 +42,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.answer import Answer
 from engine.request import Delta, Receipt, TokenLogprob, TokenPrompt
 from engine.scheduler import Plan, PlanItem
+from engine.state import RequestState
 from engine.wakes import Wakes
 
 TOKENIZER_SIZE = 256  # of `write_model`
@@ -94,6 +95,10 @@ class _Step:
         """The tokens, once the device would have them."""
         time.sleep(max(0.0, self._ends_at - time.perf_counter()))
         return [(item, self._token_id, None) for item in self.sampled]
+
+    def read_prompts(self) -> list[tuple[RequestState, list[TokenLogprob | None]]]:
+        """Nobody asks for those."""
+        return []
 
 
 def measure(engine: Engine, reader: threading.Thread, seconds: float) -> dict[str, float]:
@@ -199,7 +204,7 @@ async def _own_part(num_streams: int) -> dict[str, float]:
     readers = []
     for answer in answers:
         answer.bind(lambda _: None, wakes)
-        events = EventStream(CompletionView(body, answer.request_id, None, answer).chunks([answer]), [answer], {})
+        events = EventStream(CompletionView(body, answer.request_id, None, [answer]).chunks(), [answer], {})
         readers.append(asyncio.ensure_future(events({"type": "http"}, receive, send)))
 
     async def step(delta: Delta) -> tuple[float, float]:
