@@ -166,16 +166,6 @@ def runs_ahead(config: EngineConfig, base: BaseModel) -> bool:
     return base.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
-def records_steps(config: EngineConfig, base: BaseModel) -> bool:
-    """Whether layers are compiled and steps recorded, as far as settings and model go."""
-    if base.device.type != "cuda" or config.enforce_eager:
-        return False
-    if base.quantization is not None and not base.quantization.can_be_recorded:
-        logger.warning("event=eager reason='layers of %s are not recorded'", base.quantization.method)
-        return False
-    return True
-
-
 def check_extra_vocab(config: EngineConfig, base: BaseModel) -> None:
     """Refuse room for added tokens where their ids would be the model's media placeholders."""
     if config.lora_extra_vocab_size and max(base.placeholder_ids, default=-1) >= base.vocab_size:
@@ -222,6 +212,8 @@ def make_graphs(
 ) -> StepGraphs | None:
     """Steps to be recorded; None where every step is run launch by launch."""
     if not has_graphs(config, base):
+        if base.device.type == "cuda" and not config.enforce_eager:
+            logger.warning("event=eager reason=%r", _eager_reason(config, base))
         return None
     return StepGraphs(
         base, attention_step, lora_metadata, flight_tokens, max_num_seqs=max_num_seqs,
@@ -232,7 +224,22 @@ def make_graphs(
 
 def has_graphs(config: EngineConfig, base: BaseModel) -> bool:
     """Whether layers are compiled and steps recorded."""
-    return records_steps(config, base) and HAS_TRITON and base.kv_shape.head_dim <= MAX_HEAD_DIM
+    return _eager_reason(config, base) is None
+
+
+def _eager_reason(config: EngineConfig, base: BaseModel) -> str | None:
+    """Why steps are run launch by launch; None where they are recorded."""
+    if base.device.type != "cuda":
+        return "graphs are CUDA's"
+    if config.enforce_eager:
+        return "--enforce-eager"
+    if base.quantization is not None and not base.quantization.can_be_recorded:
+        return f"layers of {base.quantization.method} are not recorded"
+    if not HAS_TRITON:
+        return "the package triton cannot be imported, so plain PyTorch stands in for all kernels; install it"
+    if base.kv_shape.head_dim > MAX_HEAD_DIM:
+        return f"heads of {base.kv_shape.head_dim} are wider than the attention kernels' {MAX_HEAD_DIM}"
+    return None
 
 
 def kv_bytes(config: EngineConfig, base: BaseModel) -> int:

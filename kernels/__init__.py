@@ -24,17 +24,19 @@ from kernels.metadata import (
 )
 
 try:
+    import triton  # noqa: F401
+except ImportError:  # none for this platform
+    HAS_TRITON = False
+    MAX_HEAD_DIM = 0
+else:  # What fails from here on is a fault of these modules, and must be seen.
+    HAS_TRITON = True
     from kernels import kv_write as _kv_write
     from kernels import lora as _lora
     from kernels import lora_embedding as _lora_embedding
     from kernels import paged_attention as _paged_attention
     from kernels import scale_shift as _scale_shift
     from kernels import scatter as _scatter
-except ImportError:  # no Triton for this platform
-    HAS_TRITON = False
-    MAX_HEAD_DIM = 0
-else:
-    HAS_TRITON = True
+
     MAX_HEAD_DIM = _paged_attention.MAX_HEAD_DIM
 
 __all__ = [

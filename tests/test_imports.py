@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from tests.test_layering import IMPORTS, ROOT
 
@@ -89,3 +92,19 @@ print(kernels.__file__)
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()) == ROOT / "kernels" / "__init__.py"
+
+
+def has_triton_without(module: str) -> subprocess.CompletedProcess[str]:
+    """Prints whether the kernels have Triton, in a fresh process where a module cannot be imported."""
+    script = f"import sys; sys.modules[{module!r}] = None; import kernels; print(kernels.HAS_TRITON)"
+    words = [sys.executable, "-c", script]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_the_kernels_do_without_triton_only_where_triton_is_what_is_missing() -> None:
+    assert has_triton_without("nothing").stdout == "True\n"
+    assert has_triton_without("triton").stdout == "False\n"
+    for module in ("kernels.lora_embedding", "kernels.paged_attention"):
+        result = has_triton_without(module)
+        assert result.returncode != 0 and module in result.stderr, result.stdout
