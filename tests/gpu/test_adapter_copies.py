@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -257,12 +258,13 @@ def test_an_engines_adapters_lie_in_locked_memory_until_it_is_closed(
 
 
 def test_what_cuda_refuses_to_lock_leaves_no_error_for_others() -> None:
-    memory = torch.empty(1 << 20, dtype=torch.uint8)
-    address = -(-memory.data_ptr() // 4096) * 4096
+    memory = np.empty(1 << 20, dtype=np.uint8)
+    address = -(-memory.ctypes.data // 4096) * 4096
+    pages = torch.from_numpy(memory[address - memory.ctypes.data :])  # is_pinned() looks where a storage starts
     lock = CudaPageLock(torch.device("cuda"))
     assert lock.lock(address, 1 << 19)
-    assert memory[address - memory.data_ptr() :].is_pinned()
+    assert pages.is_pinned()
     assert not lock.lock(address, 1 << 19), "it is locked already"
     assert torch.ones(5, device="cuda").sum().item() == 5
     lock.unlock(address)
-    assert lock.num_bytes == 0 and not memory[address - memory.data_ptr() :].is_pinned()
+    assert lock.num_bytes == 0 and not pages.is_pinned()
