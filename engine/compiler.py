@@ -2,14 +2,16 @@
 
 What stays between matrix products (norms, rotary embedding, activation, residuals) becomes a few fused kernels; LoRA and
 attention are operators (`engine/ops`) that the compiler takes as they are. Two versions are made, for one token and for
-any number, so nothing is compiled while serving. Called once at start by `engine/warmup`.
+any number, and two more where recorded steps leave LoRA's sum to the compiled code, so nothing is compiled while serving.
+Called once at start by `engine/warmup`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,21 +22,30 @@ from engine.lora_layers import lora_tensors
 logger = logging.getLogger(__name__)
 
 _MAX_VERSIONS = 256
-"""Of one piece of code: engines of the process, times kinds of layers (windows, shapes), times two numbers of tokens."""
+"""Of one piece of code: engines of the process, times kinds of layers (windows, shapes), times four versions."""
 
 _TYPICAL_TOKENS = 256
 """The compiler sizes its blocks by the first step that it sees: with few tokens, long prompts would be slow."""
 
 
-def compile_decoder(
-    decoder: nn.Module, run: Callable[[int], None], *, max_tokens: int, backend: str = "inductor"
-) -> None:
-    """Compile every layer and the final norm, and run both versions once.
+class Steps(NamedTuple):
+    """Steps for which a version of the layers is made.
+
+    Attributes:
+        run: computes a step of that many tokens of padding.
+        max_tokens: of any such step.
+    """
+
+    run: Callable[[int], None]
+    max_tokens: int
+
+
+def compile_decoder(decoder: nn.Module, kinds: Sequence[Steps], *, backend: str = "inductor") -> None:
+    """Compile every layer and the final norm, and run each kind's two versions once.
 
     Args:
         decoder: with `layers` and `norm`, its linears LoRA-aware and its attention bound.
-        run: computes a step of that many tokens of padding.
-        max_tokens: of any step.
+        kinds: steps between which the layers' code differs.
         backend: of torch.compile.
 
     Raises:
@@ -51,8 +62,9 @@ def compile_decoder(
     # For the process, not for the call: each further engine in it adds versions of the same code.
     _dynamo.config.recompile_limit = max(_MAX_VERSIONS, _dynamo.config.recompile_limit)
     with _dynamo.config.patch(specialize_float=True):
-        for num_tokens in sorted({min(_TYPICAL_TOKENS, max_tokens), 1}, reverse=True):
-            run(num_tokens)
+        for steps in kinds:
+            for num_tokens in sorted({min(_TYPICAL_TOKENS, steps.max_tokens), 1}, reverse=True):
+                steps.run(num_tokens)
     logger.info("event=layers_compiled layers=%d seconds=%.1f", len(modules) - 1, time.perf_counter() - started)
 
 

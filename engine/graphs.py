@@ -119,7 +119,7 @@ class StepGraphs:
         started = time.perf_counter()
         families = (False, True) if self._lora_metadata else (False,)
         pool: Any = None
-        with _nothing_collected(), self._recording_lora():
+        with _nothing_collected(), recording_lora(self._lora_metadata):
             for is_decode, sizes in ((False, self._mixed_sizes), (True, self._decode_sizes)):
                 for size in reversed(sizes):
                     for has_lora in families:
@@ -131,16 +131,6 @@ class StepGraphs:
                     logger.info("event=graph_recorded %s=%d families=%d", kind, size, len(families))
         self._update_lora(("decoder", "head"), (), 0)
         logger.info("event=graphs_ready graphs=%d seconds=%.1f", len(self._recordings), time.perf_counter() - started)
-
-    @contextlib.contextmanager
-    def _recording_lora(self) -> Iterator[None]:
-        for metadata in self._lora_metadata.values():
-            metadata.is_recording = True
-        try:
-            yield
-        finally:
-            for metadata in self._lora_metadata.values():
-                metadata.is_recording = False
 
     def size_for(self, plan: Plan) -> int | None:
         """Tokens of the graph for a plan, padding included; None where it is too large, or touches media."""
@@ -200,6 +190,18 @@ class StepGraphs:
         for part in parts:
             if part in self._lora_metadata:
                 self._lora_metadata[part].update(segments, num_tokens)
+
+
+@contextlib.contextmanager
+def recording_lora(lora_metadata: Mapping[str, LoraMetadata]) -> Iterator[None]:
+    """LoRA is told that its launches are those of a graph."""
+    for metadata in lora_metadata.values():
+        metadata.is_recording = True
+    try:
+        yield
+    finally:
+        for metadata in lora_metadata.values():
+            metadata.is_recording = False
 
 
 @contextlib.contextmanager

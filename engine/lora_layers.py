@@ -97,7 +97,7 @@ class LoraGroup:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that `forward` reads beside its input."""
-        yield from (self.lora_a, self.lora_b, self.ranks)
+        yield from (self.lora_a, self.lora_b, self.ranks, self.metadata.is_adapted)
         yield from (tensor for tensor in (self._weight, self._bias) if tensor is not None)
         if self.scale_shift is not None:
             yield from self.scale_shift.tensors
@@ -131,9 +131,15 @@ class LoraGroup:
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The linear layers' output [..., O] with LoRA added."""
         if torch.compiler.is_compiling() and self.scale_shift is None:
-            linear: torch.Tensor = ops.lora_linear_op(
-                x, weight, bias, self.lora_a, self.lora_b, self.ranks, self.slice_ends, self.step_number
-            )
+            inputs = x, weight, bias, self.lora_a, self.lora_b, self.ranks, self.slice_ends, self.step_number
+            linear: torch.Tensor
+            if not self.metadata.is_delta_apart:
+                linear = ops.lora_linear_op(*inputs)
+            else:  # The compiler makes this sum a part of the kernel that comes next.
+                product, delta = ops.lora_linear_and_delta_op(*inputs)
+                is_adapted = self.metadata.is_adapted[: product.numel() // product.shape[-1]] > 0
+                sums = torch.where(is_adapted.view(*product.shape[:-1], 1), product + delta, product)
+                linear = sums.to(product.dtype)
             return linear
         output = cpu_linear.linear(x, weight, bias)
         self._add(output, x)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from kernels import LoraMetadata, lora_add_group_, lora_product, paged_attention, scale_shift_
+from kernels import LoraMetadata, lora_add_group_, lora_product, paged_attention, product_and_delta, scale_shift_
 
 if TYPE_CHECKING:
     from engine.attention import AttentionStep
@@ -147,3 +147,26 @@ def lora_linear_op(x, weight, bias, lora_a, lora_b, ranks, slice_ends, step):  #
 @lora_linear_op.register_fake
 def _(x, weight, bias, lora_a, lora_b, ranks, slice_ends, step):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], slice_ends[-1]))
+
+
+@torch.library.custom_op(
+    "switchboard::lora_linear_and_delta",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor lora_a, Tensor lora_b, Tensor ranks, int[] slice_ends, int step)"
+    " -> (Tensor, Tensor)",
+)
+def lora_linear_and_delta_op(x, weight, bias, lora_a, lora_b, ranks, slice_ends, step):  # type: ignore[no-untyped-def]
+    """[..., in] -> two of [..., O]: as `lora_linear_op`, with LoRA apart (`kernels.product_and_delta`)."""
+    rows = x.reshape(-1, x.shape[-1])
+    host_ranks = () if ranks.is_cuda else ranks.tolist()
+    output, delta = product_and_delta(
+        lambda: F.linear(rows, weight, bias), rows, lora_a, lora_b, ranks, host_ranks, tuple(slice_ends), _steps[step]
+    )
+    shape = (*x.shape[:-1], output.shape[-1])
+    return output.view(shape), delta.view(shape)
+
+
+@lora_linear_and_delta_op.register_fake
+def _(x, weight, bias, lora_a, lora_b, ranks, slice_ends, step):  # type: ignore[no-untyped-def]
+    shape = (*x.shape[:-1], slice_ends[-1])
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.float32)

@@ -10,12 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from engine.compiler import compile_decoder
+from engine.compiler import Steps, compile_decoder
 from engine.config import EngineConfig
-from engine.graphs import StepGraphs
+from engine.graphs import StepGraphs, recording_lora
 from engine.model import BaseModel
 from engine.runner import Runner
-from kernels import LoraMetadata
+from kernels import MAX_DELTA_TOKENS, LoraMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,10 @@ def warm_up(
     step_sizes = sorted({*_CHUNK_SIZES, *step_sizes})
     stages: list[tuple[str, Callable[[], None]]] = []
     if base.quantization is None or base.quantization.can_be_compiled:
-        stages.append(("layers", lambda: compile_decoder(base.decoder, runner.warm_up, max_tokens=max(step_sizes))))
+        kinds = [Steps(runner.warm_up, max(step_sizes))]
+        if lora_metadata:
+            kinds.append(recorded_steps(runner, lora_metadata))
+        stages.append(("layers", lambda: compile_decoder(base.decoder, kinds)))
     else:
         logger.warning("event=not_compiled reason='layers of %s cannot be'", base.quantization.method)
     stages += [
@@ -58,6 +61,16 @@ def warm_up(
         logger.info(
             "event=warm_up stage=%d/%d seconds=%.1f what=%s", number, len(stages), time.perf_counter() - started, what
         )
+
+
+def recorded_steps(runner: Runner, lora_metadata: Mapping[str, LoraMetadata]) -> Steps:
+    """Steps in which compiled layers get LoRA's product apart."""
+
+    def run(num_tokens: int) -> None:
+        with recording_lora(lora_metadata):
+            runner.warm_up(num_tokens, has_lora=True)
+
+    return Steps(run, min(MAX_DELTA_TOKENS, lora_metadata["decoder"].max_tokens))
 
 
 def _prompt(runner: Runner, num_tokens: int, has_lora: bool) -> Callable[[], None]:

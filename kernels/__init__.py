@@ -15,6 +15,7 @@ import torch
 
 from kernels import reference
 from kernels.metadata import (
+    MAX_DELTA_TOKENS,
     NULL_BLOCK,
     AttentionBuffers,
     AttentionMetadata,
@@ -32,6 +33,7 @@ else:  # What fails from here on is a fault of these modules, and must be seen.
     HAS_TRITON = True
     from kernels import kv_write as _kv_write
     from kernels import lora as _lora
+    from kernels import lora_beside as _lora_beside
     from kernels import lora_embedding as _lora_embedding
     from kernels import paged_attention as _paged_attention
     from kernels import scale_shift as _scale_shift
@@ -41,6 +43,7 @@ else:  # What fails from here on is a fault of these modules, and must be seen.
 
 __all__ = [
     "HAS_TRITON",
+    "MAX_DELTA_TOKENS",
     "MAX_HEAD_DIM",
     "NULL_BLOCK",
     "AttentionBuffers",
@@ -54,6 +57,7 @@ __all__ = [
     "lora_product",
     "lora_shrink",
     "paged_attention",
+    "product_and_delta",
     "scale_shift_",
     "scatter_rows_",
     "write_kv_",
@@ -136,10 +140,42 @@ def lora_product(
         [T, O].
     """
     if HAS_TRITON and metadata.has_tiles and metadata.is_recording:
-        return _lora.lora_product(product, x, lora_a, lora_b, ranks, slice_ends, metadata)
+        return _lora_beside.lora_product(product, x, lora_a, lora_b, ranks, slice_ends, metadata)
     output = product()
     lora_add_group_(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata)
     return output
+
+
+def product_and_delta(
+    product: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    ranks: torch.Tensor,
+    host_ranks: Sequence[Sequence[int]],
+    slice_ends: tuple[int, ...],
+    metadata: LoraMetadata,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`product()`, and apart from it what `lora_add_group_` would add: for callers whose next kernel adds it by the way.
+
+    All of LoRA then goes beside the product, and no launch of its own comes after it. Meant for recorded steps of few
+    tokens (`metadata.is_delta_apart`): the memory for the sum is large, and it is written and read once more.
+
+    Args:
+        product: computes the base layers' output, a fresh [T, O], from the same x.
+        x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata: as in `lora_add_group_`.
+
+    Returns:
+        [T, O]; and [T, O] float32, whose rows are not defined for tokens without an adapter (`metadata.is_adapted`).
+    """
+    if HAS_TRITON and metadata.has_tiles:
+        return _lora_beside.product_and_delta(product, x, lora_a, lora_b, ranks, slice_ends, metadata)
+    delta = torch.full((x.shape[0], slice_ends[-1]), torch.nan, dtype=torch.float32, device=x.device)
+    for _, token_start, token_end in metadata.segments:
+        delta[token_start:token_end] = 0
+    floats = x.float(), lora_a.float(), lora_b.float()
+    reference.lora_add_group_(delta, *floats, ranks, host_ranks, slice_ends, metadata)
+    return product(), delta
 
 
 def lora_shrink(

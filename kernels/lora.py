@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -39,35 +39,8 @@ def lora_add_group_(
 
     Rows of `output` and `x` may be strided, their columns not; the other tensors are contiguous.
     """
-    shrink, expand = _choose_tiles(x, lora_a, slice_ends, metadata)
+    shrink, expand = choose_tiles(x, lora_a, slice_ends, metadata)
     lora_add_group_with_tiles_(output, x, lora_a, lora_b, ranks, slice_ends, metadata, shrink, expand)
-
-
-def lora_product(
-    product: Callable[[], torch.Tensor],
-    x: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    ranks: torch.Tensor,
-    slice_ends: tuple[int, ...],
-    metadata: LoraMetadata,
-) -> torch.Tensor:
-    """`product()` [T, O] with LoRA added; shrink, which needs `x` alone, runs beside the product on a second stream.
-
-    Shrink comes from another stream and is no dependent launch; expand is one of the product's last kernel, whatever that is.
-    """
-    shrink, expand = _choose_tiles(x, lora_a, slice_ends, metadata)
-    main, side = torch.cuda.current_stream(), metadata.side_stream
-    assert side is not None, "a second stream exists on a CUDA device only"
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        _launch_shrink(x, lora_a, ranks, metadata, shrink, launch_options(False))
-    output = product()
-    main.wait_stream(side)
-    num_splits = -(-x.shape[1] // shrink.split_len)
-    launch = launch_options(can_depend(x.device))
-    _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch, follows_product=True)
-    return output
 
 
 def lora_shrink(
@@ -79,13 +52,13 @@ def lora_shrink(
 ) -> torch.Tensor:
     """As `reference.lora_shrink`."""
     (num_tokens, in_features), (_, num_slices, max_rank, _) = x.shape, lora_a.shape
-    tile, _ = _choose_tiles(x, lora_a, (1,), metadata)
+    tile, _ = choose_tiles(x, lora_a, (1,), metadata)
     shape = (-(-in_features // tile.split_len), num_tokens, num_slices, max_rank)
     assert num_tokens == metadata.num_tokens, "the metadata describes another step"
     assert x.stride(1) == 1 and lora_a.is_contiguous() and ranks.is_contiguous()
     assert math.prod(shape) <= metadata.scratch.numel(), "max_columns or max_in is too low"
     partial_sums = metadata.scratch[: math.prod(shape)].view(shape).zero_()
-    _launch_shrink(x, lora_a, ranks, metadata, tile, launch_options(False))
+    launch_shrink(x, lora_a, ranks, metadata, tile, launch_options(False))
     return partial_sums.sum(0)
 
 
@@ -104,10 +77,10 @@ def lora_expand_(
     kind, family = tuning.kind_of(output.shape[0]).name, metadata.family if output.element_size() == 2 else "any"
     tile = tuning.expand_tile(family, kind, lora_b.shape[2], slice_ends[-1])
     metadata.scratch[: shrunk.numel()].view(shrunk.shape).copy_(shrunk)
-    _launch_expand(output, lora_b, ranks, slice_ends, metadata, 1, tile, launch_options(False))
+    launch_expand(output, lora_b, ranks, slice_ends, metadata, 1, tile, launch_options(False))
 
 
-def _choose_tiles(
+def choose_tiles(
     x: torch.Tensor, lora_a: torch.Tensor, slice_ends: tuple[int, ...], metadata: LoraMetadata
 ) -> tuple[tuning.ShrinkTile, tuning.ExpandTile]:
     """The table's rows for a call; those for a family are for the half formats: twice the bytes need smaller tiles."""
@@ -142,11 +115,11 @@ def lora_add_group_with_tiles_(
     if is_overlapped is None:
         is_overlapped = can_depend(x.device)
     launch = launch_options(is_overlapped)
-    _launch_shrink(x, lora_a, ranks, metadata, shrink, launch)
-    _launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch)
+    launch_shrink(x, lora_a, ranks, metadata, shrink, launch)
+    launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch)
 
 
-def _launch_shrink(
+def launch_shrink(
     x: torch.Tensor,
     lora_a: torch.Tensor,
     ranks: torch.Tensor,
@@ -168,7 +141,7 @@ def _launch_shrink(
     )  # fmt: skip
 
 
-def _launch_expand(
+def launch_expand(
     output: torch.Tensor,
     lora_b: torch.Tensor,
     ranks: torch.Tensor,
@@ -179,8 +152,12 @@ def _launch_expand(
     launch: dict[str, bool],
     *,
     follows_product: bool = False,
+    is_delta: bool = False,
 ) -> None:
-    """The output gains the sums of the splits in scratch, times B; `follows_product` says that the launch ahead wrote it."""
+    """The output gains the sums of the splits in scratch, times B; with `is_delta` adapters' rows become that, or 0.
+
+    `follows_product` says that the launch ahead wrote the output.
+    """
     num_tokens, max_rank = output.shape[0], lora_b.shape[2]
     block_tokens = tuning.kind_of(num_tokens).block_tokens
     slice_starts = (0, *slice_ends[:-1])
@@ -198,7 +175,8 @@ def _launch_expand(
         output, lora_b, ranks, metadata.tiles, metadata.scratch, num_tokens, output.stride(0), output.shape[1],
         SLICE_STARTS=slice_starts, SLICE_ENDS=tuple(slice_ends), FIRST_BLOCKS=tuple(first_blocks),
         M=len(slice_ends), R=max_rank, S=num_splits, AT_ONCE=num_at_once,
-        BLOCK_T=block_tokens, BLOCK_R=block_rank, BLOCK_O=tile.block_out, FOLLOWS_PRODUCT=follows_product,
+        BLOCK_T=block_tokens, BLOCK_R=block_rank, BLOCK_O=tile.block_out,
+        FOLLOWS_PRODUCT=follows_product, IS_DELTA=is_delta,
         num_warps=tile.num_warps, num_stages=1, **launch, **options,
     )  # fmt: skip
 
@@ -373,9 +351,9 @@ def _expand_kernel(
     SLICE_STARTS: tl.constexpr, SLICE_ENDS: tl.constexpr, FIRST_BLOCKS: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, S: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
-    FOLLOWS_PRODUCT: tl.constexpr, USE_PDL: tl.constexpr,
+    FOLLOWS_PRODUCT: tl.constexpr, IS_DELTA: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """`output[t, slice m] += sum(scratch[:, t, m, :r]) @ B[n, slice m, :r].T`; accumulates."""
+    """`output[t, slice m] += sum(scratch[:, t, m, :r]) @ B[n, slice m, :r].T`; with IS_DELTA, `=`, also where r is 0."""
     num_items = tl.load(p_tiles) * FIRST_BLOCKS[M]
     lora_slot, t_start, t_end = _load_tile(p_tiles, tl.program_id(0) // FIRST_BLOCKS[M], True)
     for i_item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
@@ -384,7 +362,7 @@ def _expand_kernel(
         )
         i_row = lora_slot.to(tl.int64)
         rank = tl.load(p_ranks + i_row * M + i_slice)
-        if rank > 0:
+        if (rank > 0) | IS_DELTA:
             r = tl.arange(0, BLOCK_R)
             t = t_start + tl.arange(0, BLOCK_T)
             o = o_start + tl.arange(0, BLOCK_O)
@@ -394,7 +372,8 @@ def _expand_kernel(
             b_b = _load_b(p_b, i_row, o, m_o, r, rank, out_features, R)
             if FOLLOWS_PRODUCT:
                 wait(USE_PDL)
-            b_out = tl.load(p_block, mask=m_out, other=0.0)  # [BLOCK_T, BLOCK_O]
+            if not IS_DELTA:
+                b_out = tl.load(p_block, mask=m_out, other=0.0)  # [BLOCK_T, BLOCK_O]
             wait(USE_PDL)
             b_h = _load_h(p_scratch, num_tokens, t, m_t, i_slice, r, rank, M, R, S, AT_ONCE, BLOCK_T, BLOCK_R)
             acc = tl.dot(b_h.to(b_b.dtype), b_b, input_precision="ieee")
@@ -405,7 +384,9 @@ def _expand_kernel(
                         p_scratch, num_tokens, t, m_t, i_slice, r_start + r, rank, M, R, S, AT_ONCE, BLOCK_T, BLOCK_R
                     )
                     acc = tl.dot(b_h.to(b_b.dtype), b_b, acc, input_precision="ieee")
-            tl.store(p_block, (b_out.to(tl.float32) + acc).to(b_out.dtype), mask=m_out)
+            if not IS_DELTA:
+                acc += b_out.to(tl.float32)
+            tl.store(p_block, acc.to(p_out.dtype.element_ty), mask=m_out)
         i_next = i_item + tl.num_programs(0)
         lora_slot, t_start, t_end = _load_tile(p_tiles, i_next // FIRST_BLOCKS[M], i_next < num_items)
     wait(USE_PDL)
@@ -417,7 +398,7 @@ def _expand_stream_kernel(
     SLICE_STARTS: tl.constexpr, SLICE_ENDS: tl.constexpr, FIRST_BLOCKS: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, S: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
-    NUM_STAGES: tl.constexpr, FOLLOWS_PRODUCT: tl.constexpr, USE_PDL: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FOLLOWS_PRODUCT: tl.constexpr, IS_DELTA: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_expand_kernel`, for R <= BLOCK_R and much work: all blocks are dealt in even, contiguous shares, and a program
     keeps `h` while it runs along a slice with B and the output on their way in advance. In small steps the first block
@@ -436,11 +417,12 @@ def _expand_stream_kernel(
         m_o = (o < o_end) & is_first
         t = t_start + tl.arange(0, BLOCK_T)
         p_block = p_out + (t.to(tl.int64) * out_stride)[:, None] + o[None, :]
-        m_out = (t < t_end)[:, None] & (m_o & (rank > 0))[None, :]
+        m_out = (t < t_end)[:, None] & (m_o & ((rank > 0) | IS_DELTA))[None, :]
         b_b = _load_b(p_b, lora_slot.to(tl.int64), o, m_o, r, rank, out_features, R)
         if FOLLOWS_PRODUCT:
             wait(USE_PDL)
-        b_out = tl.load(p_block, mask=m_out, other=0.0)
+        if not IS_DELTA:
+            b_out = tl.load(p_block, mask=m_out, other=0.0)
     wait(USE_PDL)
     while i_share < share_end:
         i_tile, i_block = i_share // NUM_BLOCKS, i_share % NUM_BLOCKS
@@ -449,7 +431,7 @@ def _expand_stream_kernel(
         lora_slot, t_start, t_end = _load_tile(p_tiles, i_tile, True)
         i_row = lora_slot.to(tl.int64)
         rank = tl.load(p_ranks + i_row * M + i_slice)
-        if rank > 0:
+        if (rank > 0) | IS_DELTA:
             t = t_start + tl.arange(0, BLOCK_T)
             m_t = t < t_end
             b_h = _load_h(p_scratch, num_tokens, t, m_t, i_slice, r, rank, M, R, S, AT_ONCE, BLOCK_T, BLOCK_R)
@@ -459,15 +441,20 @@ def _expand_stream_kernel(
             if BLOCK_T <= 32:  # noqa: SIM102 - decided when the kernel is compiled
                 if is_first:
                     acc = tl.dot(b_h, b_b, input_precision="ieee")
-                    tl.store(p_block, (b_out.to(tl.float32) + acc).to(b_out.dtype), mask=m_out)
+                    if not IS_DELTA:
+                        acc += b_out.to(tl.float32)
+                    tl.store(p_block, acc.to(p_out.dtype.element_ty), mask=m_out)
                     o_first += BLOCK_O
             for first in tl.range(o_first, o_start + num_blocks * BLOCK_O, BLOCK_O, num_stages=NUM_STAGES):
                 o = first + tl.arange(0, BLOCK_O)
                 m_o = o < o_end
                 m_next = m_t[:, None] & m_o[None, :]
                 b_next = _load_b(p_b, i_row, o, m_o, r, rank, out_features, R)
-                b_sum = tl.load(p_rows + o[None, :], mask=m_next, other=0.0).to(tl.float32)
-                b_sum += tl.dot(b_h, b_next, input_precision="ieee")
+                if IS_DELTA:
+                    b_sum = tl.dot(b_h, b_next, input_precision="ieee")
+                else:
+                    b_sum = tl.load(p_rows + o[None, :], mask=m_next, other=0.0).to(tl.float32)
+                    b_sum += tl.dot(b_h, b_next, input_precision="ieee")
                 tl.store(p_rows + o[None, :], b_sum.to(p_out.dtype.element_ty), mask=m_next)
         is_first = False
         i_share += num_blocks

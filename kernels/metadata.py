@@ -18,6 +18,9 @@ from kernels import tuning
 NULL_BLOCK = 0
 """The block that padded reads point at: never handed out, always zero."""
 MAX_KV_HEADS = 128
+MAX_DELTA_TOKENS = 64
+"""Of steps in which what LoRA adds has memory of its own: 4 bytes for each token and column of the widest group."""
+_FLAG_ROWS = MAX_DELTA_TOKENS // 4
 
 
 class LoraSegment(NamedTuple):
@@ -61,8 +64,12 @@ class LoraMetadata:
         self.num_tiles = 0
         self.is_recording = False
         """Whether launches are recorded in a CUDA graph, or tried out for that: what can run beside something else then does."""
+        self.is_delta_apart = False
+        """Whether the step is recorded and small enough for `kernels.product_and_delta` in compiled layers."""
         self.has_tiles = device.type == "cuda" if has_tiles is None else has_tiles
         if not self.has_tiles:
+            self.is_adapted = torch.zeros(MAX_DELTA_TOKENS, dtype=torch.int32, device=device)
+            """[64] int32, of steps of up to 64 tokens: 1 for tokens with a LoRA row, else 0."""
             return
         is_cuda = device.type == "cuda"
         # Of high priority: the product would else take all processors first, and the work come after it.
@@ -70,13 +77,15 @@ class LoraMetadata:
         """For work of a call that may run beside the base layers' product where that is recorded."""
         self.family = tuning.device_family(torch.cuda.get_device_capability(device) if is_cuda else None)
         capacity = 1 + max(tuning.num_tiles_of(size, max_segments) for size in tuning.step_sizes(max_tokens))
-        self.tiles = torch.zeros(capacity, 4, dtype=torch.int32, device=device)
+        self._words = torch.zeros(_FLAG_ROWS + capacity, 4, dtype=torch.int32, device=device)  # filled by one copy
+        self.is_adapted = self._words[:_FLAG_ROWS].view(-1)
+        self.tiles = self._words[_FLAG_ROWS:]
         """[1 + tiles, 4] int32: the number of tiles, then `lora_slot, token_start, token_end, 0` of each."""
         num_floats = tuning.scratch_rows(max_tokens, max_in) * max_columns
         self.scratch = torch.empty(num_floats, dtype=torch.float32, device=device)
         """[splits * T * slices * R] float32 at most: partial sums between a call's two kernels."""
         # Two, taken in turns: the host fills one while the copy out of the other may still be waiting for the device.
-        self._staging = [torch.zeros(capacity, 4, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._staging = [torch.zeros_like(self._words, device="cpu", pin_memory=is_cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
 
     @property
@@ -101,20 +110,35 @@ class LoraMetadata:
             )
         self.segments = tuple(segments)
         self.num_tokens = num_tokens
+        self.is_delta_apart = self.is_recording and bool(segments) and num_tokens <= MAX_DELTA_TOKENS
+        flags = _adapted_tokens(self.segments, num_tokens)
         if self.has_tiles:
-            self._copy_tiles(_token_tiles(self.segments, num_tokens))
+            self._copy(flags, _token_tiles(self.segments, num_tokens))
+        elif self.is_delta_apart:
+            self.is_adapted.copy_(torch.tensor(flags))
 
-    def _copy_tiles(self, rows: list[tuple[int, int, int, int]]) -> None:
-        self.num_tiles = len(rows)
+    def _copy(self, flags: list[int], tiles: list[tuple[int, int, int, int]]) -> None:
+        self.num_tiles = len(tiles)
         self._staging.reverse()
         self._copied.reverse()
         if self._copied:
             self._copied[0].synchronize()
-        staging, num_rows = self._staging[0], 1 + len(rows)
-        staging[:num_rows] = torch.tensor([(len(rows), 0, 0, 0), *rows], dtype=torch.int32)
-        self.tiles[:num_rows].copy_(staging[:num_rows], non_blocking=True)
+        rows = [*zip(*[iter(flags)] * 4, strict=True), (len(tiles), 0, 0, 0), *tiles]
+        staging = self._staging[0][: len(rows)]
+        staging.copy_(torch.tensor(rows, dtype=torch.int32))
+        self._words[: len(rows)].copy_(staging, non_blocking=True)
         if self._copied:
             self._copied[0].record()
+
+
+def _adapted_tokens(segments: Sequence[LoraSegment], num_tokens: int) -> list[int]:
+    """`LoraMetadata.is_adapted`; larger steps do not use it."""
+    flags = [0] * MAX_DELTA_TOKENS
+    if num_tokens <= MAX_DELTA_TOKENS:
+        for _, start, end in segments:
+            stop = num_tokens if end is None else end
+            flags[start:stop] = [1] * (stop - start)
+    return flags
 
 
 def _token_tiles(segments: Sequence[LoraSegment], num_tokens: int) -> list[tuple[int, int, int, int]]:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.compiler import compile_decoder
+from engine.compiler import Steps, compile_decoder
+from engine.graphs import recording_lora
 from engine.request import TokenPrompt
+from engine.warmup import recorded_steps
 from tests.oracles import make_adapter, make_model, random_ids
 
 ARCHITECTURES = [
@@ -33,6 +35,7 @@ def test_layers_are_one_graph_with_and_without_adapters(architecture: str, tmp_p
         )
     )
     engine.adapters.load("a", str(adapter))
+    runner, metadata = engine._loop._runner, engine._lora.metadata
 
     def answers() -> list[list[int]]:
         names = [None, "a", None, "a"]
@@ -47,9 +50,12 @@ def test_layers_are_one_graph_with_and_without_adapters(architecture: str, tmp_p
     try:
         expected = answers()
         # The backend "eager" runs the traced graph as it is: what is tested is the tracing.
-        compile_decoder(engine.base.decoder, engine._loop._runner.warm_up, max_tokens=50, backend="eager")
+        recorded = recorded_steps(runner, metadata)
+        compile_decoder(engine.base.decoder, [Steps(runner.warm_up, 50), recorded], backend="eager")
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert answers() == expected
+            with recording_lora(metadata):  # LoRA apart from the product, in decodes and short prompts
+                assert answers() == expected
             single = engine.start_sync(TokenPrompt(random_ids(7, 0)), SamplingParams(temperature=0, max_tokens=6))[0]
             assert [token_id for delta in single for token_id in delta.token_ids] == expected[0]
     finally:

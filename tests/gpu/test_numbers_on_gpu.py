@@ -20,7 +20,7 @@ import kernels
 from engine import Engine, EngineConfig, SamplingParams
 from engine.batch import Batch
 from engine.config import LoRAModule
-from engine.graphs import StepGraphs
+from engine.graphs import StepGraphs, recording_lora
 from engine.request import TokenLogprob, TokenPrompt
 from tests.oracles import Oracle, random_ids
 
@@ -111,11 +111,11 @@ def test_a_replay_equals_its_launches_bit_for_bit(
         logits = replay(graphs, batch).clone()
         kind = batch.is_decode, batch.num_tokens
         # The inputs are in the graphs' buffers already, and LoRA's where the batch has any.
-        graphs._update_lora(
-            ("decoder", "head") if batch.is_decode else ("decoder",), batch.lora_segments, batch.num_tokens
-        )
-        replayed = graphs._recordings[(*kind, bool(batch.lora_segments))].replay().clone()
-        launched = graphs.launch(batch.num_tokens, batch.is_decode)
+        parts = ("decoder", "head") if batch.is_decode else ("decoder",)
+        with recording_lora(graphs._lora_metadata):  # LoRA goes beside the product in both
+            graphs._update_lora(parts, batch.lora_segments, batch.num_tokens)
+            replayed = graphs._recordings[(*kind, bool(batch.lora_segments))].replay().clone()
+            launched = graphs.launch(batch.num_tokens, batch.is_decode)
         sizes.append(kind)
         num_rows = len(batch.query_lens) if batch.is_decode else sum(batch.query_lens)
         if not torch.equal(replayed[:num_rows], launched[:num_rows]):

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,24 @@ def in_halves(shrink: Callable[..., torch.Tensor], expand: Function) -> Function
     return function
 
 
+def apart(output, x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata):  # type: ignore[no-untyped-def]
+    """The function that takes product and LoRA apart and adds them, with a check of slices that no adapter touches."""
+    arguments = x, lora_a, lora_b, ranks, host_ranks, slice_ends, metadata
+    product, delta = kernels.product_and_delta(output.clone, *arguments)
+    assert delta.dtype == torch.float32 and torch.equal(product, output)
+    for lora_slot, token_start, token_end in metadata.segments:
+        output[token_start:token_end] = product[token_start:token_end] + delta[token_start:token_end]
+        start = 0
+        for rank, end in zip(host_ranks[lora_slot], slice_ends, strict=True):
+            assert rank > 0 or not delta[token_start:token_end, start:end].any()
+            start = end
+
+
+def test_product_and_lora_apart_make_the_whole() -> None:
+    for name, group in sweep("cpu", torch.float32):
+        check(name, group, apart)
+
+
 def test_the_two_halves_make_the_whole() -> None:
     for name, group in sweep("cpu", torch.float32):
         check(name, group, in_halves(kernels.lora_shrink, kernels.lora_expand_))
@@ -225,6 +244,7 @@ def check_interpreted() -> None:
         for name, group in sweep("cpu", dtype, has_tiles=True):
             group.metadata.family = family
             check(name, group, lora.lora_add_group_, repeats=False)
+            check(name, group, apart, repeats=False)
             if group.base.shape[0] < 100:
                 check(name, group, in_halves(lora.lora_shrink, lora.lora_expand_), repeats=False)
 
@@ -241,6 +261,7 @@ def test_the_kernels_on_a_gpu_equal_float64_and_repeat_bit_for_bit(dtype: torch.
     assert kernels.lora_add_group_ is not reference.lora_add_group_
     for name, group in sweep("cuda", dtype):
         check(name, group, kernels.lora_add_group_)
+        check(name, group, apart)
         check(name, group, in_halves(kernels.lora_shrink, kernels.lora_expand_))
 
 
@@ -269,11 +290,24 @@ def test_a_product_with_lora_is_the_product_and_then_lora() -> None:
     assert not torch.equal(group.run(kernels.lora_add_group_), group.base)
 
 
+def summed(product: Callable[[], torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """`kernels.product_and_delta`, added up by PyTorch."""
+    output, delta = kernels.product_and_delta(product, *arguments)
+    metadata: LoraMetadata = arguments[-1]
+    is_adapted = metadata.is_adapted[: len(output), None] > 0
+    return torch.where(is_adapted, output + delta, output).to(output.dtype)
+
+
+PLACES = {"after": kernels.lora_product, "beside": kernels.lora_product, "apart": summed}
+"""Where LoRA is computed: after the product, its first half beside it, or all of it."""
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_beside", [False, True], ids=["after", "beside"])
-@pytest.mark.parametrize("num_tokens", [33, 133])
-def test_a_captured_graph_follows_the_metadata(num_tokens: int, is_beside: bool) -> None:
-    """Whether LoRA follows the product or its first half runs beside it."""
+@pytest.mark.parametrize(
+    ("num_tokens", "place"),
+    [(33, "after"), (33, "beside"), (33, "apart"), (64, "apart"), (133, "after"), (133, "beside")],
+)
+def test_a_captured_graph_follows_the_metadata(num_tokens: int, place: str) -> None:
     ranks = [[16, 4], [0, 8], [64, 64], [16, 0]]
     first = [LoraSegment(0, 0, 10), LoraSegment(2, 10, 30)]
     second = [LoraSegment(3, 0, 3), LoraSegment(1, 5, 6), LoraSegment(2, 6, num_tokens)]
@@ -281,7 +315,7 @@ def test_a_captured_graph_follows_the_metadata(num_tokens: int, is_beside: bool)
     group.metadata = LoraMetadata(num_tokens, 4, torch.device("cuda"), max_columns=128, max_in=2048)
     group.metadata.update(first, num_tokens)
     group.run(kernels.lora_add_group_)
-    group.metadata.is_recording = is_beside
+    group.metadata.is_recording = place != "after"
     graph = torch.cuda.CUDAGraph()
     arguments = (
         group.x,
@@ -292,21 +326,30 @@ def test_a_captured_graph_follows_the_metadata(num_tokens: int, is_beside: bool)
         group.slice_ends,
         group.metadata,
     )
-    tried = kernels.lora_product(group.base.clone, *arguments)  # Compiles what is recorded next.
+    compute = functools.partial(PLACES[place], group.base.clone, *arguments)
+    tried = compute()  # Compiles what is recorded next.
     with torch.cuda.graph(graph):
-        output = kernels.lora_product(group.base.clone, *arguments)
+        output = compute()
     replayed = [tried]
     for segments in (first, second, [], first):
         group.metadata.update(segments, num_tokens)
         graph.replay()
         replayed.append(output.clone())
-        assert torch.equal(replayed[-1], group.run(kernels.lora_add_group_))
+        assert torch.equal(replayed[-1], compute())
+        after = group.run(kernels.lora_add_group_)
+        # The sum is the same but for the order in which a tensor core adds up.
+        assert (
+            torch.allclose(replayed[-1], after, rtol=2**-7, atol=1e-3)
+            if place == "apart"
+            else torch.equal(replayed[-1], after)
+        )
     assert torch.equal(replayed[0], replayed[1]) and torch.equal(replayed[0], replayed[4])
     assert torch.equal(replayed[3], group.base) and not torch.equal(replayed[0], replayed[2])
 
 
 @pytest.mark.gpu
-def test_a_half_beside_a_slow_product_waits_for_it() -> None:
+@pytest.mark.parametrize("place", ["beside", "apart"])
+def test_lora_and_a_slow_product_wait_for_each_other(place: str) -> None:
     """Many replays, the product's end being as late as it can: an output read too early would show."""
     segments = [LoraSegment(row, 2 * row, 2 * row + 2) for row in range(8)]
     for out_features in ((512, 768), (6000, 12000)):  # block by block, and along many blocks
@@ -314,14 +357,17 @@ def test_a_half_beside_a_slow_product_waits_for_it() -> None:
         generator = torch.Generator("cuda").manual_seed(0)
         weight = torch.randn(out_features[-1], 4096, generator=generator, device="cuda", dtype=torch.bfloat16) / 64
         arguments = group.x, group.lora_a, group.lora_b, group.ranks, (), group.slice_ends, group.metadata
-        expected = torch.nn.functional.linear(group.x, weight)
-        kernels.lora_add_group_(expected, *arguments)
-        group.metadata.is_recording = True
         product = functools.partial(torch.nn.functional.linear, group.x, weight)
-        kernels.lora_product(product, *arguments)
+        after = product()
+        kernels.lora_add_group_(after, *arguments)
+        group.metadata.is_recording = True
+        compute = functools.partial(PLACES[place], product, *arguments)
+        expected = compute()
+        torch.cuda.synchronize()
+        assert torch.allclose(expected, after, rtol=2**-7, atol=1e-3) and not torch.equal(expected, product())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outputs = [kernels.lora_product(product, *arguments) for _ in range(100)]
+            outputs = [compute() for _ in range(100)]
         for _ in range(20):
             for output in outputs:
                 output.fill_(torch.nan)
@@ -350,3 +396,19 @@ def test_launches_that_overlap_equal_those_that_do_not() -> None:
             second.copy_(group.base)
         outputs.append(first)
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[1], outputs[2])
+
+
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_the_metadata_says_which_tokens_have_an_adapter(has_tiles: bool) -> None:
+    metadata = LoraMetadata(100, 3, torch.device("cpu"), max_columns=1, max_in=1, has_tiles=has_tiles)
+    metadata.is_recording = True
+    metadata.update([LoraSegment(2, 1, 3), LoraSegment(0, 62, None)], 64)
+    assert metadata.is_delta_apart and metadata.is_adapted.nonzero().flatten().tolist() == [1, 2, 62, 63]
+    metadata.update([LoraSegment(0, 5, 6)], 8)
+    assert metadata.is_delta_apart and metadata.is_adapted.nonzero().flatten().tolist() == [5]
+    for segments, num_tokens in (([], 8), ([LoraSegment(0, 5, 6)], 65)):
+        metadata.update(segments, num_tokens)
+        assert not metadata.is_delta_apart
+    metadata.is_recording = False
+    metadata.update([LoraSegment(0, 5, 6)], 8)
+    assert not metadata.is_delta_apart
