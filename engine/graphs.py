@@ -132,6 +132,11 @@ class StepGraphs:
         self._update_lora(("decoder", "head"), (), 0)
         logger.info("event=graphs_ready graphs=%d seconds=%.1f", len(self._recordings), time.perf_counter() - started)
 
+    @property
+    def max_mixed_tokens(self) -> int:
+        """Of recorded steps with prompts."""
+        return self._mixed_sizes[-1]
+
     def size_for(self, plan: Plan) -> int | None:
         """Tokens of the graph for a plan, padding included; None where it is too large, or touches media."""
         if any(True for item in plan.items for _ in item.media()):

@@ -21,7 +21,15 @@ from engine import cpu_linear, ops
 from engine.linears import device_of, is_plain
 from engine.lora_copies import GpuRowCopy, HasPairs, RowCopies
 from engine.lora_scale_shift import ScaleShift
-from kernels import HAS_TRITON, LoraMetadata, lora_add_group_
+from kernels import (
+    HAS_TRITON,
+    LoraMetadata,
+    LoraSegment,
+    compiling_only,
+    lora_add_group_,
+    lora_product,
+    product_and_delta,
+)
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears that read the same input, in the order in which model classes call them."""
@@ -102,6 +110,12 @@ class LoraGroup:
         if self.scale_shift is not None:
             yield from self.scale_shift.tensors
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Groups of one shape launch the same variants of the kernels."""
+        is_beside = self.has_plain_base and self.scale_shift is None
+        return self.lora_a.shape, self.lora_a.dtype, self.slice_ends, self.step_number, is_beside
+
     def weight_of(self, linear: nn.Linear) -> torch.Tensor:
         """What the base product reads: the group's one weight, else the linear's own."""
         return linear.weight if self._weight is None else self._weight
@@ -124,6 +138,25 @@ class LoraGroup:
         if any(self.host_ranks[lora_slot]):
             self.host_ranks[lora_slot] = [0] * len(self.names)
             self._send_ranks(lora_slot)
+
+    def call_kernels(self, max_recorded_tokens: int) -> None:
+        """Call whatever steps of any size call, on memory that nobody reads: for `kernels.compiling_only`.
+
+        Args:
+            max_recorded_tokens: of steps that are recorded.
+        """
+        calls = [(size, False) for size in self.metadata.step_sizes()]
+        if self.has_plain_base and self.scale_shift is None:  # Else nothing goes beside the product.
+            calls += [(size, True) for size in self.metadata.step_sizes(max_recorded_tokens)]
+        weights = self.lora_a, self.lora_b, self.ranks, self.host_ranks, self.slice_ends, self.metadata
+        for num_tokens, self.metadata.is_recording in calls:
+            self.metadata.update((LoraSegment(0, 0, num_tokens),), num_tokens)
+            x = self.lora_a.new_empty(num_tokens, self.lora_a.shape[-1])
+            output = self.lora_a.new_empty(num_tokens, self.slice_ends[-1])
+            product = product_and_delta if self.metadata.is_delta_apart else lora_product
+            product(functools.partial(torch.Tensor.detach, output), x, *weights)
+        self.metadata.is_recording = False
+        self.metadata.update((), 0)
 
     def _send_ranks(self, lora_slot: int) -> None:
         self.ranks[lora_slot] = torch.tensor(self.host_ranks[lora_slot], dtype=torch.int32, device=self.ranks.device)
@@ -208,6 +241,22 @@ def linear_weights(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]
         if is_plain(module) if member is None else member.group.has_plain_base:
             linear = cast(nn.Linear, module)
             yield linear, linear.weight if member is None else member.group.weight_of(linear)
+
+
+def compile_kernels(model: nn.Module, max_recorded_tokens: int) -> None:
+    """Compile the kernels that the LoRA-aware linears of `model` launch in steps of any size, several at once.
+
+    Args:
+        max_recorded_tokens: of steps that are recorded.
+    """
+    groups: dict[object, LoraGroup] = {}
+    for module in model.modules():
+        member: LoraMember | None = getattr(module, _MEMBER, None)
+        if member is not None and member.group.metadata.has_tiles:
+            groups.setdefault(member.group.shape, member.group)
+    with compiling_only():
+        for group in groups.values():
+            group.call_kernels(max_recorded_tokens)
 
 
 class LoraBuffers:

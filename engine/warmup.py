@@ -1,7 +1,7 @@
 """Everything that is compiled or recorded, done once at start, so that no request waits for it; reports progress.
 
-Order matters: layers first, then the kernels' variants that prompts need, then the graphs of steps, which record
-both. Called by `engine/engine` on a GPU, unless `--enforce-eager` is set.
+Order matters: what can be compiled several at once comes first, then the layers, then the kernels' other variants that prompts
+need, then the graphs of steps, which record all of it. Called by `engine/engine` on a GPU, unless `--enforce-eager` is set.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from engine.compiler import Steps, compile_decoder
 from engine.config import EngineConfig
 from engine.graphs import StepGraphs, recording_lora
+from engine.lora_layers import compile_kernels
 from engine.model import BaseModel
 from engine.runner import Runner
 from kernels import MAX_DELTA_TOKENS, LoraMetadata
@@ -38,10 +39,12 @@ def warm_up(
         lora_metadata: what steps read of adapters; empty where they are off.
     """
     # Token counts which between them need every variant of the kernels.
-    step_sizes = lora_metadata["decoder"].step_sizes if lora_metadata else [config.max_num_batched_tokens]
+    step_sizes = lora_metadata["decoder"].step_sizes() if lora_metadata else [config.max_num_batched_tokens]
     families = (False, True) if lora_metadata else (False,)
     step_sizes = sorted({*_CHUNK_SIZES, *step_sizes})
     stages: list[tuple[str, Callable[[], None]]] = []
+    if lora_metadata:
+        stages.append(("compiling kernels of lora", lambda: compile_kernels(base.model, graphs.max_mixed_tokens)))
     if base.quantization is None or base.quantization.can_be_compiled:
         kinds = [Steps(runner.warm_up, max(step_sizes))]
         if lora_metadata:

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from kernels import tuning
 from kernels.dependent_launch import can_depend, launch_options, let_next_start, wait
+from kernels.launching import launch
 from kernels.metadata import LoraMetadata
 
 # mypy: disable-error-code="no-untyped-def"
@@ -114,9 +115,9 @@ def lora_add_group_with_tiles_(
     )
     if is_overlapped is None:
         is_overlapped = can_depend(x.device)
-    launch = launch_options(is_overlapped)
-    launch_shrink(x, lora_a, ranks, metadata, shrink, launch)
-    launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch)
+    dependence = launch_options(is_overlapped)
+    launch_shrink(x, lora_a, ranks, metadata, shrink, dependence)
+    launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, dependence)
 
 
 def launch_shrink(
@@ -125,19 +126,20 @@ def launch_shrink(
     ranks: torch.Tensor,
     metadata: LoraMetadata,
     tile: tuning.ShrinkTile,
-    launch: dict[str, bool],
+    dependence: dict[str, bool],
 ) -> None:
     """Scratch becomes the partial sums of `x @ A.T`."""
     (num_tokens, in_features), (_, num_slices, max_rank, _) = x.shape, lora_a.shape
     num_splits, num_rank_blocks = -(-in_features // tile.split_len), -(-max_rank // tile.block_rank)
     max_tiles = tuning.num_tiles_of(num_tokens, metadata.max_segments)
     num_items = max_tiles * num_splits * num_slices * num_rank_blocks
-    _shrink_kernel[(min(num_items, num_processors(x.device) * tile.programs_per_sm),)](
+    launch(
+        _shrink_kernel, (min(num_items, num_processors(x.device) * tile.programs_per_sm),),
         x, lora_a, ranks, metadata.tiles, metadata.scratch, num_tokens, x.stride(0), in_features,
         M=num_slices, R=max_rank, S=num_splits, SPLIT_LEN=tile.split_len,
         BLOCK_T=tuning.kind_of(num_tokens).block_tokens, BLOCK_R=tile.block_rank, BLOCK_K=tile.block_in,
         GROUPS=tile.num_groups, NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps, num_stages=1, **launch,
+        num_warps=tile.num_warps, num_stages=1, **dependence,
     )  # fmt: skip
 
 
@@ -149,7 +151,7 @@ def launch_expand(
     metadata: LoraMetadata,
     num_splits: int,
     tile: tuning.ExpandTile,
-    launch: dict[str, bool],
+    dependence: dict[str, bool],
     *,
     follows_product: bool = False,
     is_delta: bool = False,
@@ -171,13 +173,14 @@ def launch_expand(
     kernel, options = _expand_kernel, {}
     if tile.num_stages > 0 and max_rank <= MAX_BLOCK_RANK:
         kernel, options = _expand_stream_kernel, {"NUM_STAGES": tile.num_stages}
-    kernel[(min(num_items, num_processors(output.device) * tile.programs_per_sm),)](
+    launch(
+        kernel, (min(num_items, num_processors(output.device) * tile.programs_per_sm),),
         output, lora_b, ranks, metadata.tiles, metadata.scratch, num_tokens, output.stride(0), output.shape[1],
         SLICE_STARTS=slice_starts, SLICE_ENDS=tuple(slice_ends), FIRST_BLOCKS=tuple(first_blocks),
         M=len(slice_ends), R=max_rank, S=num_splits, AT_ONCE=num_at_once,
         BLOCK_T=block_tokens, BLOCK_R=block_rank, BLOCK_O=tile.block_out,
         FOLLOWS_PRODUCT=follows_product, IS_DELTA=is_delta,
-        num_warps=tile.num_warps, num_stages=1, **launch, **options,
+        num_warps=tile.num_warps, num_stages=1, **dependence, **options,
     )  # fmt: skip
 
 

@@ -35,8 +35,8 @@ def lora_product(
     output = product()
     _wait_for(metadata.side_stream)
     num_splits = -(-x.shape[1] // shrink.split_len)
-    launch = launch_options(can_depend(x.device))
-    launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, launch, follows_product=True)
+    dependence = launch_options(can_depend(x.device))
+    launch_expand(output, lora_b, ranks, slice_ends, metadata, num_splits, expand, dependence, follows_product=True)
     return output
 
 

@@ -88,10 +88,9 @@ class LoraMetadata:
         self._staging = [torch.zeros_like(self._words, device="cpu", pin_memory=is_cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
 
-    @property
-    def step_sizes(self) -> list[int]:
-        """Token counts which between them need every variant of the kernels."""
-        return tuning.step_sizes(self.max_tokens)
+    def step_sizes(self, max_tokens: int | None = None) -> list[int]:
+        """Token counts which between them need every variant of the kernels that steps of up to `max_tokens` need."""
+        return tuning.step_sizes(self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens))
 
     def update(self, segments: Sequence[LoraSegment], num_tokens: int) -> None:
         """Describe the next step; on CUDA one asynchronous copy on the current stream, no synchronisation.

@@ -63,6 +63,9 @@ class FullyShardedGroup(LoraGroup):
             shape_b = (num_slots, shard.out_features // size, max_rank)
             self.lora_b = torch.zeros(shape_b, dtype=dtype, device=self.lora_b.device)
 
+    def call_kernels(self, max_recorded_tokens: int) -> None:
+        """Nothing: the halves, with a collective between them, are compiled where they are first met."""
+
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output = (F.linear if torch.compiler.is_compiling() else cpu_linear.linear)(x, weight, bias)
         self._add(output, x)
