@@ -161,10 +161,15 @@ def main() -> None:
         words += ["--enforce-eager"] if options.enforce_eager else []
         words += ["--lora-modules", *(f"{name}={folder}" for name, folder in folders.items())] if folders else []
         job, figures = make_job(options), {}
+
+        def note(loop: str, row: dict[str, Any]) -> None:
+            figures[loop] = row
+            print(f"{loop}:", "  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+
         with running_server(words) as server:
-            figures["closed"] = load_server(server.url, job, options.clients, is_closed=True)
+            note("closed", load_server(server.url, job, options.clients, is_closed=True))
             if options.rate:
-                figures["open"] = load_server(server.url, job, options.clients, is_closed=False)
+                note("open", load_server(server.url, job, options.clients, is_closed=False))
         engine = Engine(
             EngineConfig(
                 model=str(model), served_model_name=["model"], adapter_dir=str(root / "bare"),
@@ -173,7 +178,7 @@ def main() -> None:
             )
         )  # fmt: skip
         try:
-            figures["bare"] = load_engine(engine, job)
+            note("bare", load_engine(engine, job))
         finally:
             engine.close(0)
     figures["http_overhead"] = round(1 - figures["closed"]["tokens_per_s"] / figures["bare"]["tokens_per_s"], 4)

@@ -64,8 +64,12 @@ LAYER_SECONDS = 31e-6
 """Gaps between a layer's kernels, in a recorded step."""
 ROW_SECONDS = 4e-6
 """A request's share of a step beside what is read and multiplied: attention, activations, sampling."""
+LORA_BESIDE_LAYER_SECONDS = 4e-6
+"""What a layer's LoRA launches add to a recorded step of up to `MAX_BESIDE_TOKENS`, in which they run beside the layer's own."""
+LORA_BESIDE_READ_SHARE = 0.42
+"""Of the bandwidth, for the small matrices of many adapters there: base weights are read at the same time."""
 LORA_LAYER_SECONDS = 19e-6
-"""A layer's LoRA launches, in a recorded step, with any number of adapters."""
+"""A layer's LoRA launches in a larger recorded step, with any number of adapters."""
 LORA_ROW_SECONDS = 3e-6
 """What LoRA adds to a request's share of a step."""
 LORA_PROMPT_SHARE = 0.13
@@ -80,6 +84,8 @@ LORA_LAUNCHED_LAYER_SECONDS = 0.55e-3
 """What LoRA adds to those."""
 MAX_RECORDED_TOKENS = 2048
 """Of steps with prompts (`engine/graphs`)."""
+MAX_BESIDE_TOKENS = 64
+"""Of steps in which all of LoRA runs beside the base products (`kernels`)."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +225,10 @@ def _step_seconds(base: BaseModel, gpu: Gpu, work: Workload) -> float:
     step = max(read, computed) + kv_read + num_layers * LAYER_SECONDS + work.batch * ROW_SECONDS
     if work.num_adapters:
         adapters_read = work.num_adapters * pair_bytes(decoder, work.rank, base.dtype)
+        if work.batch <= MAX_BESIDE_TOKENS:
+            return (
+                step + num_layers * LORA_BESIDE_LAYER_SECONDS + adapters_read / (gpu.bandwidth * LORA_BESIDE_READ_SHARE)
+            )
         step += num_layers * LORA_LAYER_SECONDS + work.batch * LORA_ROW_SECONDS
         step += adapters_read / (gpu.bandwidth * ADAPTER_READ_SHARE)
     return step

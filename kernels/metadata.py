@@ -75,6 +75,8 @@ class LoraMetadata:
         # Of high priority: the product would else take all processors first, and the work come after it.
         self.side_stream = torch.cuda.Stream(device, priority=-1) if is_cuda else None
         """For work of a call that may run beside the base layers' product where that is recorded."""
+        self.late_stream = torch.cuda.Stream(device) if is_cuda else None
+        """The same for work that is to come after the product's beginning."""
         self.family = tuning.device_family(torch.cuda.get_device_capability(device) if is_cuda else None)
         capacity = 1 + max(tuning.num_tiles_of(size, max_segments) for size in tuning.step_sizes(max_tokens))
         self._words = torch.zeros(_FLAG_ROWS + capacity, 4, dtype=torch.int32, device=device)  # filled by one copy

@@ -10,9 +10,10 @@ import pytest
 
 from engine import Engine, EngineConfig
 from engine.__main__ import main
-from engine.capacity import GPUS, MAX_RECORDED_TOKENS, Workload, estimate_speed, plan_memory
+from engine.capacity import GPUS, MAX_BESIDE_TOKENS, MAX_RECORDED_TOKENS, Workload, estimate_speed, plan_memory
 from engine.graphs import mixed_sizes
 from engine.model import BaseModel, outline_model
+from kernels import MAX_DELTA_TOKENS
 from tests.oracles import make_model
 
 PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
@@ -72,7 +73,7 @@ def test_speeds_are_within_a_tenth_of_the_measured_tables(base: BaseModel) -> No
 
 
 def test_prompts_one_by_one_cost_hardly_more_than_together(base: BaseModel) -> None:
-    assert mixed_sizes(10 * MAX_RECORDED_TOKENS)[-1] == MAX_RECORDED_TOKENS
+    assert mixed_sizes(10 * MAX_RECORDED_TOKENS)[-1] == MAX_RECORDED_TOKENS and MAX_BESIDE_TOKENS == MAX_DELTA_TOKENS
     longest = MAX_RECORDED_TOKENS - 7  # beside 7 other requests
     for prompt_len in (64, longest, longest + 1, 4096):
         found = estimate_speed(base, GPUS["h200"], Workload(8, prompt_len, answer_len=64, num_adapters=8))
