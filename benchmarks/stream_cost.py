@@ -135,7 +135,7 @@ def bare(engine: Engine, options: argparse.Namespace) -> dict[str, float]:
             num_tokens = sum([len(delta.token_ids) async for delta in answer])
             assert num_tokens == options.output_len
 
-    with _in_a_thread(lambda: _together(lane, options.streams)) as reader:
+    with _in_a_thread(lambda: asyncio.run(_together(lane, options.streams))) as reader:
         figures = measure(engine, reader, options.seconds)
         is_over.set()
     return figures
@@ -146,8 +146,8 @@ async def _together(lane: Callable[[int], Coroutine[Any, Any, None]], number: in
 
 
 @contextmanager
-def _in_a_thread(work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[threading.Thread]:
-    thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)
+def _in_a_thread(work: Callable[[], None]) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     yield thread
     thread.join()
@@ -159,12 +159,12 @@ def over_http(engine: Engine, options: argparse.Namespace) -> dict[str, float]:
     config = uvicorn.Config(app, port=0, log_config=None, access_log=False, server_header=False, ws="none")
     server = uvicorn.Server(config)
 
-    async def serve() -> None:
+    def serve() -> None:
         if options.profile is None:
-            await server.serve()
+            server.run()
             return
         with cProfile.Profile() as profile:
-            await server.serve()
+            server.run()
         profile.dump_stats(options.profile)
 
     with _in_a_thread(serve) as thread:

@@ -28,8 +28,8 @@ _TYPICAL_TOKENS = 256
 """The compiler sizes its blocks by the first step that it sees: with few tokens, long prompts would be slow."""
 
 
-class Steps(NamedTuple):
-    """Steps for which a version of the layers is made.
+class StepKind(NamedTuple):
+    """Steps for which versions of the layers are made, one for a single token and one for any number.
 
     Attributes:
         run: computes a step of that many tokens of padding.
@@ -40,7 +40,7 @@ class Steps(NamedTuple):
     max_tokens: int
 
 
-def compile_decoder(decoder: nn.Module, kinds: Sequence[Steps], *, backend: str = "inductor") -> None:
+def compile_decoder(decoder: nn.Module, kinds: Sequence[StepKind], *, backend: str = "inductor") -> None:
     """Compile every layer and the final norm, and run each kind's two versions once.
 
     Args:
@@ -62,9 +62,9 @@ def compile_decoder(decoder: nn.Module, kinds: Sequence[Steps], *, backend: str 
     # For the process, not for the call: each further engine in it adds versions of the same code.
     _dynamo.config.recompile_limit = max(_MAX_VERSIONS, _dynamo.config.recompile_limit)
     with _dynamo.config.patch(specialize_float=True):
-        for steps in kinds:
-            for num_tokens in sorted({min(_TYPICAL_TOKENS, steps.max_tokens), 1}, reverse=True):
-                steps.run(num_tokens)
+        for kind in kinds:
+            for num_tokens in sorted({min(_TYPICAL_TOKENS, kind.max_tokens), 1}, reverse=True):
+                kind.run(num_tokens)
     logger.info("event=layers_compiled layers=%d seconds=%.1f", len(modules) - 1, time.perf_counter() - started)
 
 

@@ -111,10 +111,14 @@ class LoraGroup:
             yield from self.scale_shift.tensors
 
     @property
-    def shape(self) -> tuple[object, ...]:
-        """Groups of one shape launch the same variants of the kernels."""
-        is_beside = self.has_plain_base and self.scale_shift is None
-        return self.lora_a.shape, self.lora_a.dtype, self.slice_ends, self.step_number, is_beside
+    def kernel_key(self) -> tuple[object, ...]:
+        """Groups of one key launch the same variants of the kernels."""
+        return type(self), self.lora_a.shape, self.lora_a.dtype, self.slice_ends, self.step_number, self._can_be_beside
+
+    @property
+    def _can_be_beside(self) -> bool:
+        """Whether LoRA has a product to run beside: one that is computed here, and that nothing else changes."""
+        return self.has_plain_base and self.scale_shift is None
 
     def weight_of(self, linear: nn.Linear) -> torch.Tensor:
         """What the base product reads: the group's one weight, else the linear's own."""
@@ -143,19 +147,24 @@ class LoraGroup:
         """Call whatever steps of any size call, on memory that nobody reads: for `kernels.compiling_only`.
 
         Args:
-            max_recorded_tokens: of steps that are recorded.
+            max_recorded_tokens: of steps in which compiled layers are recorded; 0 where none are.
         """
-        calls = [(size, False) for size in self.metadata.step_sizes()]
-        if self.has_plain_base and self.scale_shift is None:  # Else nothing goes beside the product.
-            calls += [(size, True) for size in self.metadata.step_sizes(max_recorded_tokens)]
-        weights = self.lora_a, self.lora_b, self.ranks, self.host_ranks, self.slice_ends, self.metadata
-        for num_tokens, self.metadata.is_recording in calls:
-            self.metadata.update((LoraSegment(0, 0, num_tokens),), num_tokens)
+
+        def call(num_tokens: int) -> None:
+            metadata = self.metadata
+            metadata.update((LoraSegment(0, 0, num_tokens),), num_tokens)
             x = self.lora_a.new_empty(num_tokens, self.lora_a.shape[-1])
             output = self.lora_a.new_empty(num_tokens, self.slice_ends[-1])
-            product = product_and_delta if self.metadata.is_delta_apart else lora_product
-            product(functools.partial(torch.Tensor.detach, output), x, *weights)
-        self.metadata.is_recording = False
+            compute = product_and_delta if metadata.is_delta_apart else lora_product
+            weights = self.lora_a, self.lora_b, self.ranks, self.host_ranks, self.slice_ends
+            compute(lambda: output, x, *weights, metadata)
+
+        for num_tokens in self.metadata.step_sizes():
+            call(num_tokens)
+        if max_recorded_tokens and self._can_be_beside:
+            with self.metadata.recording():
+                for num_tokens in self.metadata.step_sizes(max_recorded_tokens):
+                    call(num_tokens)
         self.metadata.update((), 0)
 
     def _send_ranks(self, lora_slot: int) -> None:
@@ -243,20 +252,23 @@ def linear_weights(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]
             yield linear, linear.weight if member is None else member.group.weight_of(linear)
 
 
-def compile_kernels(model: nn.Module, max_recorded_tokens: int) -> None:
+def compile_kernels(model: nn.Module, compiled: nn.Module | None, max_recorded_tokens: int) -> None:
     """Compile the kernels that the LoRA-aware linears of `model` launch in steps of any size, several at once.
 
     Args:
+        compiled: the part of the model whose layers are compiled and recorded; None where none are.
         max_recorded_tokens: of steps that are recorded.
     """
-    groups: dict[object, LoraGroup] = {}
+    inside = set() if compiled is None else set(compiled.modules())
+    calls: dict[object, tuple[LoraGroup, int]] = {}
     for module in model.modules():
         member: LoraMember | None = getattr(module, _MEMBER, None)
         if member is not None and member.group.metadata.has_tiles:
-            groups.setdefault(member.group.shape, member.group)
+            limit = max_recorded_tokens if module in inside else 0
+            calls.setdefault((member.group.kernel_key, limit), (member.group, limit))
     with compiling_only():
-        for group in groups.values():
-            group.call_kernels(max_recorded_tokens)
+        for group, limit in calls.values():
+            group.call_kernels(limit)
 
 
 class LoraBuffers:

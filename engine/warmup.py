@@ -6,11 +6,13 @@ need, then the graphs of steps, which record all of it. Called by `engine/engine
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
 
-from engine.compiler import Steps, compile_decoder
+from engine.batch import MAX_PROMPT_ROWS
+from engine.compiler import StepKind, compile_decoder
 from engine.config import EngineConfig
 from engine.graphs import StepGraphs, recording_lora
 from engine.lora_layers import compile_kernels
@@ -43,18 +45,25 @@ def warm_up(
     families = (False, True) if lora_metadata else (False,)
     step_sizes = sorted({*_CHUNK_SIZES, *step_sizes})
     stages: list[tuple[str, Callable[[], None]]] = []
+    can_be_compiled = base.quantization is None or base.quantization.can_be_compiled
     if lora_metadata:
-        stages.append(("compiling kernels of lora", lambda: compile_kernels(base.model, graphs.max_mixed_tokens)))
-    if base.quantization is None or base.quantization.can_be_compiled:
-        kinds = [Steps(runner.warm_up, max(step_sizes))]
+        compiled = base.decoder if can_be_compiled else None
+        stages.append(("kernels of lora", lambda: compile_kernels(base.model, compiled, graphs.max_mixed_tokens)))
+    if can_be_compiled:
+        kinds = [StepKind(runner.warm_up, max(step_sizes))]
         if lora_metadata:
             kinds.append(recorded_steps(runner, lora_metadata))
         stages.append(("layers", lambda: compile_decoder(base.decoder, kinds)))
     else:
+        assert base.quantization is not None
         logger.warning("event=not_compiled reason='layers of %s cannot be'", base.quantization.method)
     stages += [
         (f"kernels tokens={size} lora={with_lora}", _prompt(runner, size, with_lora))
         for size in step_sizes
+        for with_lora in families
+    ]
+    stages += [
+        (f"head lora={with_lora}", functools.partial(runner.warm_up_head, MAX_PROMPT_ROWS, has_lora=with_lora))
         for with_lora in families
     ]
     stages.append(("graphs", graphs.record))
@@ -66,14 +75,14 @@ def warm_up(
         )
 
 
-def recorded_steps(runner: Runner, lora_metadata: Mapping[str, LoraMetadata]) -> Steps:
+def recorded_steps(runner: Runner, lora_metadata: Mapping[str, LoraMetadata]) -> StepKind:
     """Steps in which compiled layers get LoRA's product apart."""
 
     def run(num_tokens: int) -> None:
         with recording_lora(lora_metadata):
             runner.warm_up(num_tokens, has_lora=True)
 
-    return Steps(run, min(MAX_DELTA_TOKENS, lora_metadata["decoder"].max_tokens))
+    return StepKind(run, min(MAX_DELTA_TOKENS, lora_metadata["decoder"].max_tokens))
 
 
 def _prompt(runner: Runner, num_tokens: int, has_lora: bool) -> Callable[[], None]:

@@ -6,8 +6,9 @@ Owns the two descriptions of a packed batch: which tokens belong to which reques
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ NULL_BLOCK = 0
 MAX_KV_HEADS = 128
 MAX_DELTA_TOKENS = 64
 """Of steps in which what LoRA adds has memory of its own: 4 bytes for each token and column of the widest group."""
-_FLAG_ROWS = MAX_DELTA_TOKENS // 4
+_FLAG_ROWS = MAX_DELTA_TOKENS // 4  # of four words, as tiles have
 
 
 class LoraSegment(NamedTuple):
@@ -69,7 +70,6 @@ class LoraMetadata:
         self.has_tiles = device.type == "cuda" if has_tiles is None else has_tiles
         if not self.has_tiles:
             self.is_adapted = torch.zeros(MAX_DELTA_TOKENS, dtype=torch.int32, device=device)
-            """[64] int32, of steps of up to 64 tokens: 1 for tokens with a LoRA row, else 0."""
             return
         is_cuda = device.type == "cuda"
         # Of high priority: the product would else take all processors first, and the work come after it.
@@ -79,8 +79,10 @@ class LoraMetadata:
         """The same for work that is to come after the product's beginning."""
         self.family = tuning.device_family(torch.cuda.get_device_capability(device) if is_cuda else None)
         capacity = 1 + max(tuning.num_tiles_of(size, max_segments) for size in tuning.step_sizes(max_tokens))
-        self._words = torch.zeros(_FLAG_ROWS + capacity, 4, dtype=torch.int32, device=device)  # filled by one copy
+        # Flags and tiles lie one after the other, so that one copy sends both.
+        self._words = torch.zeros(_FLAG_ROWS + capacity, 4, dtype=torch.int32, device=device)
         self.is_adapted = self._words[:_FLAG_ROWS].view(-1)
+        """[64] int32, of steps of up to 64 tokens: 1 for tokens with a LoRA row, else 0."""
         self.tiles = self._words[_FLAG_ROWS:]
         """[1 + tiles, 4] int32: the number of tiles, then `lora_slot, token_start, token_end, 0` of each."""
         num_floats = tuning.scratch_rows(max_tokens, max_in) * max_columns
@@ -93,6 +95,15 @@ class LoraMetadata:
     def step_sizes(self, max_tokens: int | None = None) -> list[int]:
         """Token counts which between them need every variant of the kernels that steps of up to `max_tokens` need."""
         return tuning.step_sizes(self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens))
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Steps that are described within are recorded, or tried out for that."""
+        self.is_recording = True
+        try:
+            yield
+        finally:
+            self.is_recording = False
 
     def update(self, segments: Sequence[LoraSegment], num_tokens: int) -> None:
         """Describe the next step; on CUDA one asynchronous copy on the current stream, no synchronisation.
@@ -124,10 +135,10 @@ class LoraMetadata:
         self._copied.reverse()
         if self._copied:
             self._copied[0].synchronize()
-        rows = [*zip(*[iter(flags)] * 4, strict=True), (len(tiles), 0, 0, 0), *tiles]
-        staging = self._staging[0][: len(rows)]
-        staging.copy_(torch.tensor(rows, dtype=torch.int32))
-        self._words[: len(rows)].copy_(staging, non_blocking=True)
+        words = torch.tensor([*flags, len(tiles), 0, 0, 0, *itertools.chain(*tiles)], dtype=torch.int32).view(-1, 4)
+        staging = self._staging[0][: len(words)]
+        staging.copy_(words)
+        self._words[: len(words)].copy_(staging, non_blocking=True)
         if self._copied:
             self._copied[0].record()
 

@@ -1,4 +1,4 @@
-"""Kernels compiled at start, several at once: for Hopper, which needs no GPU, and exactly those that steps then launch."""
+"""Kernels compiled at start, several at once: for Hopper, which needs no GPU, and all those that steps then launch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from kernels import HAS_TRITON
 
 ROOT = Path(__file__).parents[2]
-GROUPS = {"qkv": (96, (64, 80, 96)), "down": (160, (96,))}
+GROUPS = {"qkv": (96, (64, 80, 96)), "up": (160, (8320,))}
 """Input columns and slice ends."""
 MAX_TOKENS, MAX_RECORDED = 300, 100
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.timeout(400)  # Half a minute of one core, which others may be using too.
+@pytest.mark.timeout(400)  # Ten seconds of one core, which others may be using too.
 def test_what_is_compiled_at_start_is_what_steps_launch(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "from tests.engine.test_kernel_compiling import check; check()"]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -69,10 +69,10 @@ def check() -> None:
         jitted = (lora._shrink_kernel, lora._expand_kernel, lora._expand_stream_kernel)
         return {kernel.__name__: sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in jitted}
 
-    compile_kernels(model, MAX_RECORDED)
+    compile_kernels(model, model, MAX_RECORDED)
     assert not metadata.is_recording and metadata.segments == ()
     compiled = variants()
-    assert compiled["_shrink_kernel"] > 4 and compiled["_expand_kernel"] > 4, compiled
+    assert min(compiled.values()) >= 4, compiled
 
     def launch(kernel: object, grid: tuple[int, ...], *args: object, **options: object) -> None:
         """In the place of a launch: the variant for it is looked up, and compiled if it is not there."""
@@ -93,4 +93,4 @@ def check() -> None:
                     kernels.product_and_delta(product, *inputs)
                 else:
                     kernels.lora_product(product, *inputs)
-    assert set(launched) == {"_shrink_kernel", "_expand_kernel"} and variants() == compiled
+    assert set(launched) == {"_shrink_kernel", "_expand_kernel", "_expand_stream_kernel"} and variants() == compiled

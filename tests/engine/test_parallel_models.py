@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from adapters.weights import LoraPair
 from engine.architectures import ARCHITECTURES
-from engine.compiler import Steps, compile_decoder
+from engine.compiler import StepKind, compile_decoder
 from engine.config import EngineConfig
 from engine.parallel.group import join_group, leave_group
 from engine.parallel.loading import ShardedLoad
@@ -112,7 +112,7 @@ def test_compiled_layers_are_one_graph_with_their_collectives(
         expected = logits(base, folder / "adapter", fully_sharded=fully_sharded)
         seen: list[int] = []
         torch._dynamo.utils.counters.clear()
-        compile_decoder(base.decoder, [Steps(seen.append, 40)], backend="eager")
+        compile_decoder(base.decoder, [StepKind(seen.append, 40)], backend="eager")
         # The layers' adapters are where the call above left them: on half of the tokens.
         (found,) = logits(base, None)
         assert seen and torch.allclose(found, expected[1], atol=1e-5)

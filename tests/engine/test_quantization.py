@@ -26,7 +26,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.__main__ import main as engine_main
 from engine.answer import Answer
 from engine.architectures import ARCHITECTURES
-from engine.compiler import Steps, compile_decoder
+from engine.compiler import StepKind, compile_decoder
 from engine.config import LoRAModule
 from engine.errors import InvalidRequest
 from engine.linears import is_linear, is_plain, stored_bytes
@@ -239,7 +239,7 @@ def test_quantised_layers_are_one_graph(world: World, tmp_path: Path) -> None:
     engine = make_engine(world, quantization="int8")
     try:
         expected = answers(engine, PROMPTS, NAMES)
-        compile_decoder(engine.base.decoder, [Steps(engine._loop._runner.warm_up, 50)], backend="eager")
+        compile_decoder(engine.base.decoder, [StepKind(engine._loop._runner.warm_up, 50)], backend="eager")
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert answers(engine, PROMPTS, NAMES) == expected
     finally:
