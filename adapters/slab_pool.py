@@ -2,13 +2,14 @@
 
 The system zeroes every page of fresh memory, which takes a load about as long as hashing its numbers does, and page-locking
 fresh memory takes half as long again. So buffers stay, within bounds, for the next loads, and one of the size that was last
-asked for is made ready in the background. How memory is page-locked is for the engine to say (`PageLock`); nothing here knows
-of a device. Owned by `manager`, called by `slab` through `SlabPool.lend`.
+asked for, of those within the bounds, is made ready in the background. How memory is page-locked is for the engine to say
+(`PageLock`); nothing here knows of a device. Owned by `manager`, called by `slab` through `SlabPool.lend`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import queue
 import sys
@@ -22,6 +23,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+log = logging.getLogger(__name__)
+
 Memory = Callable[[int], torch.Tensor]
 """Gives [n] uint8 of any content for n bytes; raises MemoryError."""
 
@@ -29,6 +32,7 @@ MIN_BYTES = 1 << 20
 """Smaller slabs come from the system as ever: it hands such memory out in no time."""
 MAX_IDLE = 4
 MAX_IDLE_BYTES = 512 << 20
+"""Bounds on what is idle, the buffer that is made ready included."""
 MAX_WASTE = 1.25
 """A buffer is lent to slabs that leave at most a fifth of it unused: nobody counts what they leave."""
 
@@ -37,7 +41,7 @@ class PageLock(Protocol):
     """Keeps memory where it is, so that a device can read it by itself."""
 
     def lock(self, address: int, num_bytes: int) -> bool:
-        """Lock whole pages; whether that was possible. From any thread."""
+        """Lock whole pages; whether that was possible, which it was not if it raises. From any thread."""
 
     def unlock(self, address: int) -> None:
         """Take back a lock that was possible. From any thread, also within the garbage collector."""
@@ -66,7 +70,8 @@ class SlabPool:
     Args:
         page_lock: locks every buffer that is made, as long as it can; None leaves memory as it is.
         max_bytes: most bytes that are lent and idle together, None for no such bound. What is lent is never refused for it, and
-            one idle buffer of the usual size stays in any case: a load that is under way takes as much beyond the bound too.
+            one idle buffer of the usual size, up to MAX_IDLE_BYTES, stays in any case: a load that is under way takes as
+            much beyond the bound too.
     """
 
     def __init__(self, page_lock: PageLock | None = None, *, max_bytes: int | None = None) -> None:
@@ -77,7 +82,7 @@ class SlabPool:
         self._returned: deque[Buffer] = deque()
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._usual_bytes = 0
+        self._usual_bytes = 0  # What was last asked for, of sizes that may be idle; 0 as long as nothing was.
         self._lent_bytes = 0
         self._is_closed = False
 
@@ -91,7 +96,8 @@ class SlabPool:
                 return fresh_memory(num_bytes)
             self._start()
             self._collect()
-            self._usual_bytes = num_bytes
+            if num_bytes <= MAX_IDLE_BYTES:
+                self._usual_bytes = num_bytes
             buffer = self._take(num_bytes)
         if buffer is None:
             buffer = Buffer(num_bytes, self._page_lock)
@@ -173,36 +179,44 @@ class SlabPool:
 
     def _keep_tidy(self) -> None:
         """The thread: keep the bounds and one buffer ready whenever something was lent or came back."""
+        has_failed = False
         while self._wakes.get():
-            self._trim()
-            with contextlib.suppress(MemoryError):  # Who needs the buffer will hear of it.
-                self._make_ready()
+            try:
+                self._trim()
+                with contextlib.suppress(MemoryError):  # Who needs the buffer will hear of it.
+                    self._make_ready()
+            except Exception as error:  # Thread border: without this thread nothing would keep the bounds.
+                if not has_failed:
+                    log.exception("event=adapter_memory_not_kept_ready reason=%r", error)
+                has_failed = True
 
     def _trim(self) -> None:
         """Let go of what is beyond the bounds."""
         with self._lock:
             self._collect()
+            dropped = [buffer for buffer in self._idle if buffer.num_bytes > MAX_IDLE_BYTES]
+            self._idle = [buffer for buffer in self._idle if buffer.num_bytes <= MAX_IDLE_BYTES]
             usual = self._take(self._usual_bytes)
-            kept = [] if usual is None else [usual]
-            num_bytes = self._usual_bytes  # Whether it is there already or will be made.
+            # The place of the usual one stays free for it where it is yet to be made.
+            num_bytes = self._usual_bytes if usual is None else usual.num_bytes
+            kept: list[Buffer] = []
             room = MAX_IDLE_BYTES
             if self._max_bytes is not None:
                 room = min(room, self._max_bytes - self._lent_bytes)
-            dropped = []
             for buffer in reversed(self._idle):
-                if len(kept) < MAX_IDLE and num_bytes + buffer.num_bytes <= room:
+                if len(kept) < MAX_IDLE - 1 and num_bytes + buffer.num_bytes <= room:
                     kept.append(buffer)
                     num_bytes += buffer.num_bytes
                 else:
                     dropped.append(buffer)
-            self._idle = kept[::-1]
+            self._idle = [*kept[::-1], *([] if usual is None else [usual])]
         dropped.clear()  # Without the lock: unlocking takes a while.
 
     def _make_ready(self) -> None:
         """Have a buffer of the usual size at hand."""
         with self._lock:
             num_bytes = self._usual_bytes
-            if self._is_closed or any(buffer.fits(num_bytes) for buffer in self._idle):
+            if not num_bytes or self._is_closed or any(buffer.fits(num_bytes) for buffer in self._idle):
                 return
         buffer = Buffer(num_bytes, self._page_lock)
         buffer.touch()
@@ -219,8 +233,13 @@ class Buffer:
         self._page_lock: PageLock | None = None
         self.memory = _pages(num_bytes, is_forked=page_lock is None)
         self.address: int = self.memory.ctypes.data
-        if page_lock is not None and page_lock.lock(self.address, num_bytes):
-            self._page_lock = page_lock
+        if page_lock is None:
+            return
+        try:
+            if page_lock.lock(self.address, num_bytes):
+                self._page_lock = page_lock
+        except Exception as error:  # Memory that is not locked serves as well.
+            log.exception("event=memory_not_page_locked reason=%r", error)
 
     def __del__(self) -> None:
         # Whoever lets go of it last, a device must not go on reading pages that have become somebody else's.
