@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from engine.host_memory import free_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -79,23 +80,6 @@ def pack_linears(weights: Iterable[tuple[nn.Linear, torch.Tensor]], max_bytes: i
         num_packed += 1
     logger.info("event=weights_packed packed=%d of=%d mb=%d", num_packed, len(users), num_bytes // 2**20)
     return num_bytes
-
-
-def free_bytes() -> int | None:
-    """Memory that this process may still take, in bytes; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    group = Path("/sys/fs/cgroup")  # A container's own limit; page cache that can be dropped counts as free.
-    try:
-        limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
-        lines = (group / "memory.stat").read_text().splitlines()
-        droppable = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-    except (OSError, ValueError, StopIteration):  # no such group, or no limit ("max")
-        return free
-    return max(0, min(free, limit - used + droppable))
 
 
 def default_budget(reserved_bytes: int) -> int:

@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import threading
 
 import torch
 
+from engine.host_memory import total_bytes
+
 logger = logging.getLogger(__name__)
 
-_SHARE_OF_HOST = 0.25
+_SHARE = 0.25
 
 
 class CudaPageLock:
-    """Locks up to `max_bytes`, by default a quarter of the host's memory, for a device.
+    """Locks up to `max_bytes`, by default a quarter of the memory that this process may use, for a device.
 
     The first time that it cannot is logged; memory that is not locked serves as well and is copied in pieces.
     """
 
     def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
         self._device = device
-        self._max_bytes = int(_host_bytes() * _SHARE_OF_HOST) if max_bytes is None else max_bytes
+        self._max_bytes = int(total_bytes() * _SHARE) if max_bytes is None else max_bytes
         self._cudart = torch.cuda.cudart()
-        self._locked: dict[int, int] = {}  # address -> bytes; single operations, so without a lock of its own
+        self._locked: dict[int, int] = {}  # address -> bytes; single operations, since `unlock` must take no lock
+        self._reserving = threading.Lock()
+        self._reserved_bytes = 0  # Of calls of `lock` that are under way; under `_reserving`.
         self._has_failed = False
 
     @property
@@ -37,22 +41,36 @@ class CudaPageLock:
 
     def lock(self, address: int, num_bytes: int) -> bool:
         """Lock `num_bytes` at `address`; whether that was possible."""
-        if self.num_bytes + num_bytes > self._max_bytes:
+        with self._reserving:
+            has_room = self.num_bytes + self._reserved_bytes + num_bytes <= self._max_bytes
+            if has_room:
+                self._reserved_bytes += num_bytes
+        if not has_room:
             self._note_failure(f"{self._max_bytes} bytes are locked at most")
             return False
+        try:
+            self._register(address, num_bytes)
+        except RuntimeError as error:
+            self._note_failure(str(error).partition("\n")[0])
+            return False
+        finally:
+            with self._reserving:
+                self._reserved_bytes -= num_bytes
+        return True
+
+    def _register(self, address: int, num_bytes: int) -> None:
+        """Raises RuntimeError, also where an earlier fault of the device is reported here."""
         with torch.cuda.device(self._device):
             status = int(self._cudart.cudaHostRegister(address, num_bytes, 0))
             if status != 0:
                 # CUDA keeps the error for whoever asks next on this thread, and would blame a kernel for it.
                 with contextlib.suppress(RuntimeError):
                     torch.ones(1, device=self._device)
-                self._note_failure(f"cudaHostRegister gave {status}")
-                return False
+                raise RuntimeError(f"cudaHostRegister gave {status}")
         self._locked[address] = num_bytes
-        return True
 
     def unlock(self, address: int) -> None:
-        """Take a lock back."""
+        """Take a lock back. May run within a finalizer, whatever its thread holds: takes no lock."""
         with torch.cuda.device(self._device):
             status = int(self._cudart.cudaHostUnregister(address))
         del self._locked[address]
@@ -63,8 +81,3 @@ class CudaPageLock:
         if not self._has_failed:
             self._has_failed = True
             logger.warning("event=memory_not_page_locked bytes_locked=%d reason=%r", self.num_bytes, reason)
-
-
-def _host_bytes() -> int:
-    """Memory of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

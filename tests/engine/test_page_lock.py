@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from adapters import slab_pool
 from adapters.slab_pool import SlabPool
+from engine import page_lock
 from engine.page_lock import CudaPageLock
 
 PAGE = slab_pool.mmap.PAGESIZE
@@ -82,7 +85,51 @@ def test_no_more_is_locked_than_the_bound(runtime: _Runtime, caplog: pytest.LogC
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_by_default_a_quarter_of_the_hosts_memory_is_the_bound(runtime: _Runtime) -> None:
+def test_by_default_a_quarter_of_the_hosts_memory_is_the_bound(
+    runtime: _Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_lock, "total_bytes", lambda: 12 * PAGE)
     lock = CudaPageLock(torch.device("cpu"))
-    assert 2**26 < lock._max_bytes < 2**46
-    assert not lock.lock(0, lock._max_bytes + 1) and lock.lock(0, lock._max_bytes)
+    assert not lock.lock(0, 3 * PAGE + 1) and lock.lock(0, 3 * PAGE)
+
+
+def test_loads_that_lock_at_once_keep_the_bound_together(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = CudaPageLock(torch.device("cpu"), 7 * PAGE)
+    is_registering, may_go_on = threading.Event(), threading.Event()
+    register = runtime.cudaHostRegister
+
+    def slow(address: int, num_bytes: int, flags: int) -> int:
+        is_registering.set()
+        assert may_go_on.wait(60)
+        return register(address, num_bytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", slow)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(lock.lock, 0, 4 * PAGE)
+        assert is_registering.wait(60)
+        monkeypatch.setattr(runtime, "cudaHostRegister", register)
+        second = lock.lock(16 * PAGE, 4 * PAGE)
+        may_go_on.set()
+        assert first.result() and not second
+    assert lock.num_bytes == 4 * PAGE
+    assert lock.lock(16 * PAGE, 3 * PAGE)
+
+
+def test_what_could_not_be_locked_leaves_its_room_to_others(
+    runtime: _Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = CudaPageLock(torch.device("cpu"), 4 * PAGE)
+    runtime.status = 2
+    assert not lock.lock(0, 4 * PAGE)
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device", fail)
+        assert not lock.lock(0, 4 * PAGE)
+    runtime.status = 0
+    assert lock.lock(0, 4 * PAGE)
+    assert not lock.lock(16 * PAGE, PAGE), "all room is taken"
+    lock.unlock(0)
+    assert lock.num_bytes == 0 and len(caplog.records) == 1
