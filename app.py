@@ -137,6 +137,8 @@ def _make_server(
 ) -> _Server:
     import uvicorn
 
+    from api.protocol import BoundedProtocol
+
     class Server(uvicorn.Server):
         """Tells when it is ready. A signal calls `on_stop` and is not raised again, so that the exit code is 0; the server
         goes on to answer, be it that it is stopping, until `end`. A second signal ends it at once."""
@@ -163,6 +165,7 @@ def _make_server(
     return Server(
         uvicorn.Config(
             app,
+            http=BoundedProtocol,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -36,7 +36,7 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Answers that have been asked for and have not begun."""
-        return self._engine.stats().num_waiting + self._num_starting
+        return self._engine.num_waiting + self._num_starting
 
     @property
     def is_full(self) -> bool:

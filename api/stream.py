@@ -190,8 +190,7 @@ class EventStream(Response):
             is_last = False
             while not is_last:
                 body, is_last = await _next_frame(chunks)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 async def _next_frame(chunks: AsyncGenerator[Mapping[str, Any], None]) -> tuple[bytes, bool]:

@@ -33,6 +33,7 @@ import uvicorn
 
 from api.app import create_app
 from api.completions import CompletionView
+from api.protocol import BoundedProtocol
 from api.schema import CompletionRequest, read_body
 from api.settings import ServerSettings
 from api.stream import EventStream
@@ -156,7 +157,9 @@ def _in_a_thread(work: Callable[[], None]) -> Iterator[threading.Thread]:
 def over_http(engine: Engine, options: argparse.Namespace) -> dict[str, float]:
     """Read over HTTP by another process, served as `app.py` serves."""
     app = create_app(engine, ServerSettings().resolve())
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, server_header=False, ws="none")
+    config = uvicorn.Config(
+        app, port=0, http=BoundedProtocol, log_config=None, access_log=False, server_header=False, ws="none"
+    )
     server = uvicorn.Server(config)
 
     def serve() -> None:

@@ -58,7 +58,7 @@ from engine.setup import (
     with_gguf_file,
 )
 from engine.starter import Starter
-from engine.stats import EngineStats, take_stats
+from engine.stats import EngineStats, count_waiting, take_stats
 from engine.tokenizer import load_processor, load_tokenizer
 from engine.transcription import TranscriptPrompts
 from engine.warmup import warm_up
@@ -379,6 +379,11 @@ class Engine:
         except MediaError:  # The model's tower hears no clip of that length.
             return False
         return 2 * num_tokens <= self.max_model_len
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no step has had yet; cheap, unlike `stats`, which counts every adapter."""
+        return count_waiting(self._loop, self._scheduler)
 
     def stats(self) -> EngineStats:
         """A snapshot; numbers are those of the latest finished step."""

@@ -51,6 +51,11 @@ class EngineStats:
     adapters: ManagerStats
 
 
+def count_waiting(loop: EngineLoop, scheduler: Scheduler) -> int:
+    """Requests that no step has had yet."""
+    return len(scheduler.waiting) + loop.num_arriving
+
+
 def take_stats(
     started_at: float, loop: EngineLoop, scheduler: Scheduler, encoder_cache: EncoderCache, lora: LoraSide
 ) -> EngineStats:
@@ -61,7 +66,7 @@ def take_stats(
         is_running=loop.is_running,
         uptime_s=time.time() - started_at,
         num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting) + loop.num_arriving,
+        num_waiting=count_waiting(loop, scheduler),
         kv_blocks_used=blocks.num_usable - blocks.num_free,
         kv_blocks_total=blocks.num_usable,
         kv_blocks_cached=blocks.num_cached,

@@ -122,7 +122,7 @@ def _note_wait(service: Service, reply: Reply, elapsed_s: float) -> bool:
     if reply.phase != "queued":
         return False
     # To a visitor with some adapters, how many others wait is not told.
-    num_waiting = service.stats().num_waiting if service.caller.sees_all else 0
+    num_waiting = service.engine.num_waiting if service.caller.sees_all else 0
     has_changed = num_waiting != reply.num_waiting
     reply.num_waiting = num_waiting
     return has_changed

@@ -18,6 +18,7 @@ import soundfile
 import uvicorn
 
 from api.app import create_app
+from api.protocol import BoundedProtocol
 from api.settings import ServerSettings
 from engine import Engine
 from tests.oracles import tone
@@ -28,7 +29,8 @@ Serve = Callable[..., "contextlib.AbstractContextManager[str]"]
 @contextlib.contextmanager
 def serve(engine: Engine, settings: ServerSettings) -> Iterator[str]:
     """Serve the API on a free port; yields its address."""
-    server = uvicorn.Server(uvicorn.Config(create_app(engine, settings.resolve()), log_config=None, ws="none"))
+    app = create_app(engine, settings.resolve())
+    server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, log_config=None, ws="none"))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     is_ready = threading.Event()

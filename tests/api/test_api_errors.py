@@ -117,14 +117,9 @@ def test_a_refusal_does_not_wait_for_a_body_that_is_held_back(base_url: str) -> 
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_full_queue_is_429(
-    serve_with: Serve, tiny_engine: Engine, base_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import dataclasses
-
+def test_a_full_queue_is_429(serve_with: Serve, base_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_with(max_queued_requests=3) as url, httpx.Client(base_url=url, timeout=60) as http:
-        stats = dataclasses.replace(tiny_engine.stats(), num_waiting=3)
-        monkeypatch.setattr(tiny_engine, "stats", lambda: stats)
+        monkeypatch.setattr(Engine, "num_waiting", 3)
         answer = http.post("/v1/chat/completions", json={**CHAT, "model": base_model})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert envelope(answer)["type"] == "rate_limit_error"

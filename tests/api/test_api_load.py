@@ -139,8 +139,10 @@ def test_health_lives_while_answers_drain_and_readiness_does_not(
 
         assert states() == (200, 200, "ready")
         idle = tiny_engine.stats()
+        with monkeypatch.context() as patches:
+            patches.setattr(Engine, "num_waiting", 3)
+            assert states() == (200, 503, "busy")
         for changed, expected in (
-            ({"num_waiting": 3}, (200, 503, "busy")),
             ({"is_alive": False}, (200, 503, "stopping")),
             ({"is_alive": False, "is_running": False}, (503, 503, "stopping")),
         ):

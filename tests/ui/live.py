@@ -27,6 +27,7 @@ from fastapi import FastAPI
 from playwright.sync_api import Browser, JSHandle, Locator, Page, Playwright, expect
 
 from api.app import create_app
+from api.protocol import BoundedProtocol
 from api.service import Service
 from api.settings import ServerSettings
 from engine import Engine, EngineConfig
@@ -98,7 +99,9 @@ def serving(engine: Engine, settings: ServerSettings) -> Iterator[Live]:
         # Built where a loop runs: without one, Gradio makes loops that it never closes.
         app = create_app(engine, settings)
         mount_ui(app, app.state.service, settings)
-        config = uvicorn.Config(app, port=0, log_level="error", ws="none", timeout_graceful_shutdown=3)
+        config = uvicorn.Config(
+            app, port=0, http=BoundedProtocol, log_level="error", ws="none", timeout_graceful_shutdown=3
+        )
         server = Server(config, lambda: started.set_result(live))
         live = Live("http://127.0.0.1:{port}/", app, app.state.service, server, thread, asyncio.get_running_loop())
         await server.serve()
