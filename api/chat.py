@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from api.body import json_body, new_id, service_of
 from api.calls import ChoiceReader
@@ -27,7 +27,9 @@ from api.stream import (
     collect,
     log_answers,
     merge,
+    rendered,
     until_disconnect,
+    whole_answer,
 )
 from engine.answer import Answer
 from engine.request import Delta
@@ -62,7 +64,7 @@ async def create_chat_completion(request: Request) -> Response:
     if body.stream:
         return EventStream(view.chunks(answers), answers, headers)
     collected = await until_disconnect(request, collect(answers))
-    return JSONResponse(view.whole(answers, collected), headers=headers)
+    return await whole_answer(lambda: view.whole(answers, collected), headers, is_long=bool(body.logprobs))
 
 
 class _View:
@@ -95,7 +97,7 @@ class _View:
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._whole_choice(*each) for each in zip(answers, collected, strict=True)],
+            "choices": [rendered(self._whole_choice(*each)) for each in zip(answers, collected, strict=True)],
             "usage": usage.to_dict(),
             "lora": collected[0].receipt.to_dict(),
         }

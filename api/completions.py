@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from api.body import json_body, new_id, service_of
 from api.logprobs import TokenTexts
@@ -24,7 +24,9 @@ from api.stream import (
     collect,
     log_answers,
     merge,
+    rendered,
     until_disconnect,
+    whole_answer,
 )
 from engine.answer import Answer
 from engine.errors import InvalidRequest
@@ -48,7 +50,8 @@ async def create_completion(request: Request) -> Response:
     if body.stream:
         return EventStream(view.chunks(), answers, headers)
     collected = await until_disconnect(request, collect(answers))
-    return JSONResponse(view.whole(collected), headers=headers)
+    is_long = bool(body.echo) or body.logprobs is not None
+    return await whole_answer(lambda: view.whole(collected), headers, is_long=is_long)
 
 
 async def _start_all(service: Service, body: CompletionRequest, request_id: str) -> list[Answer]:
@@ -102,6 +105,7 @@ class CompletionView:
         self._body = body
         self._prompts = body.prompts()
         self._tokens = tokens
+        self._scorer = tokens if body.echo else None
         self._answers = answers
         self._head = {"id": request_id, "object": "text_completion", "created": now(), "model": body.model}
 
@@ -114,6 +118,12 @@ class CompletionView:
         text_start = [0] * len(answers)
         async with aclosing(merge(answers)) as events:
             async for event in events:
+                if self._scorer and event.delta.prompt_logprobs:
+                    # On another thread, since everyone's streams wait for this one.
+                    choice, text_start[event.choice] = await asyncio.to_thread(
+                        self._scored_prompt, self._scorer, event.choice, event.delta.prompt_logprobs
+                    )
+                    yield self._chunk([choice], event.delta)
                 for choice in self._choices(event.choice, event.delta, text_start):
                     yield self._chunk([choice], event.delta)
         usage = Usage.of(answers, self._body.num_choices)
@@ -125,16 +135,17 @@ class CompletionView:
         """The answer to a client that does not stream."""
         usage = Usage.of(self._answers, self._body.num_choices)
         log_answers(self._answers, "completions", usage)
-        choices = [
-            {
-                **_choice(index, self._echo(index) + each.text),
-                "logprobs": self._logprobs(index, each),
-                "finish_reason": each.finish_reason,
-                "stop_reason": each.stop_reason,
-            }
-            for index, each in enumerate(collected)
-        ]
+        choices = [rendered(self._whole_choice(index, each)) for index, each in enumerate(collected)]
         return {**self._head, "choices": choices, "usage": usage.to_dict(), "lora": collected[0].receipt.to_dict()}
+
+    def _whole_choice(self, index: int, collected: Collected) -> dict[str, Any]:
+        echoed = self._echo(index)
+        return {
+            **_choice(index, echoed + collected.text),
+            "logprobs": self._logprobs(index, collected, echoed),
+            "finish_reason": collected.finish_reason,
+            "stop_reason": collected.stop_reason,
+        }
 
     def _echo(self, choice: int) -> str:
         """The prompt's text where the client wants it back, else nothing."""
@@ -143,20 +154,23 @@ class CompletionView:
         prompt = self._prompts[choice // self._body.num_choices]
         return prompt if isinstance(prompt, str) else str(self._answers[0].tokenizer.decode(prompt))
 
-    def _logprobs(self, choice: int, collected: Collected) -> dict[str, list[Any]] | None:
-        """Those of the whole text that the choice gives back."""
+    def _logprobs(self, choice: int, collected: Collected, echoed: str) -> dict[str, list[Any]] | None:
+        """Those of the whole text that the choice gives back, which begins with `echoed`."""
         if self._tokens is None:
             return None
-        answer = self._tokens.completion(collected.logprobs, len(self._echo(choice)))
+        answer = self._tokens.completion(collected.logprobs, len(echoed))
         if not self._body.echo:
             return answer
-        prompt = self._prompt_logprobs(self._tokens, choice, collected.prompt_logprobs)
+        prompt = self._tokens.prompt(self._answers[choice].prompt_token_ids, collected.prompt_logprobs, echoed)
         return {name: values + answer[name] for name, values in prompt.items()}
 
-    def _prompt_logprobs(
-        self, tokens: TokenTexts, choice: int, logprobs: Sequence[TokenLogprob | None]
-    ) -> dict[str, list[Any]]:
-        return tokens.prompt(self._answers[choice].prompt_token_ids, logprobs, self._echo(choice))
+    def _scored_prompt(
+        self, tokens: TokenTexts, choice: int, logprobs: Collection[TokenLogprob | None]
+    ) -> tuple[dict[str, Any], int]:
+        """The prompt's own choice in a stream, and the length of its text."""
+        echoed = self._echo(choice)
+        prompt = tokens.prompt(self._answers[choice].prompt_token_ids, logprobs, echoed)
+        return {**_choice(choice, echoed), "logprobs": rendered(prompt)}, len(echoed)
 
     def _chunk(self, choices: list[dict[str, Any]], delta: Delta) -> dict[str, Any]:
         chunk: dict[str, Any] = {**self._head, "choices": choices}
@@ -169,13 +183,8 @@ class CompletionView:
     def _choices(self, index: int, delta: Delta, text_start: list[int]) -> list[dict[str, Any]]:
         """What one event of the engine becomes; `text_start` [choices] is kept up to date for log probabilities."""
         found = []
-        scorer = self._tokens if self._body.echo else None
         if delta.receipt is not None:
-            found.append(_choice(index, "" if scorer else self._echo(index)))
-        if scorer and delta.prompt_logprobs:
-            prompt = self._prompt_logprobs(scorer, index, delta.prompt_logprobs)
-            found.append({**_choice(index, self._echo(index)), "logprobs": prompt})
-            text_start[index] = len(self._echo(index))
+            found.append(_choice(index, "" if self._scorer else self._echo(index)))
         if delta.text or delta.logprobs:
             logprobs = None
             if self._tokens and delta.logprobs:

@@ -1,18 +1,22 @@
 """Token ids as clients see them in log probabilities: the text of one token, and its exact bytes.
 
 A byte-level tokeniser cuts characters in pieces; such a token's text has a replacement character, its bytes are exact.
-Called by `chat` and `completions`.
+A log probability that is no number in JSON, as that of a token that the model cannot say, is told as -9999. Called by `chat`
+and `completions`.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
 from engine.request import TokenLogprob
+
+LEAST_LOGPROB = -9999.0
+"""What minus infinity, NaN and anything below are told as; vLLM's clients know this number."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -30,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 class TokenTexts:
-    """Text and bytes of single tokens of one vocabulary."""
+    """Text and bytes of single tokens of one vocabulary, each found out once. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -39,9 +43,22 @@ class TokenTexts:
         # A byte-level vocabulary spells each of the 256 bytes with one letter; a space is the letter "Ġ".
         words = [tokenizer.convert_ids_to_tokens(token) or "" for token in range(min(len(tokenizer), 4096))]
         self._letters = spelling if any("Ġ" in word for word in words) else None
+        # By token id, so no longer than the vocabulary.
+        self._raw: dict[int, bytes] = {}
+        self._texts = _Texts(self.raw)
 
     def raw(self, token_id: int) -> bytes:
         """The bytes that a token stands for."""
+        raw = self._raw.get(token_id)
+        if raw is None:
+            raw = self._raw[token_id] = self._decode(token_id)
+        return raw
+
+    def text(self, token_id: int) -> str:
+        """A token's text; where it is part of a character, the replacement character."""
+        return self._texts[token_id]
+
+    def _decode(self, token_id: int) -> bytes:
         word = self._tokenizer.convert_ids_to_tokens(token_id) or ""
         if token_id in self._special:
             return word.encode()
@@ -51,10 +68,6 @@ class TokenTexts:
         if byte_token:
             return bytes([int(byte_token[1], 16)])
         return word.replace("\u2581", " ").encode()
-
-    def text(self, token_id: int) -> str:
-        """A token's text; where it is part of a character, the replacement character."""
-        return self.raw(token_id).decode("utf-8", "replace")
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The `logprobs` object of a chat choice."""
@@ -78,27 +91,33 @@ class TokenTexts:
             text_start += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [each.logprob for each in logprobs],
+            "token_logprobs": [_told(each.logprob) for each in logprobs],
             "top_logprobs": [self._rivals(each) for each in logprobs],
             "text_offset": offsets,
         }
 
     def prompt(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], text: str
+        self, token_ids: Sequence[int], logprobs: Collection[TokenLogprob | None], text: str
     ) -> dict[str, list[Any]]:
         """The same for a prompt that is echoed as `text`: an entry for each of its tokens, with null where none is known."""
+        told = [(None, None) if each is None else (_told(each.logprob), self._rivals(each)) for each in logprobs]
         return {
             "tokens": [self.text(token_id) for token_id in token_ids],
-            "token_logprobs": [each and each.logprob for each in logprobs],
-            "top_logprobs": [each and self._rivals(each) for each in logprobs],
+            "token_logprobs": [value for value, _ in told],
+            "top_logprobs": [rivals for _, rivals in told],
             "text_offset": self._offsets(token_ids, text),
         }
 
     def _rivals(self, logprob: TokenLogprob) -> dict[str, float]:
         """The likeliest tokens and the token itself by text; of several with the same text, the likeliest."""
-        rivals: dict[str, float] = {}
-        for token_id, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
-            rivals.setdefault(self.text(token_id), value)
+        texts, least = self._texts, LEAST_LOGPROB
+        # Up to twenty for each token of a long prompt: no calls here.
+        rivals = {texts[token_id]: value if value > least else least for token_id, value in logprob.top}
+        if len(rivals) < len(logprob.top):  # Several have the same text, and the last of them has won.
+            rivals.clear()
+            for token_id, value in logprob.top:
+                rivals.setdefault(texts[token_id], _told(value))
+        rivals.setdefault(texts[logprob.token_id], _told(logprob.logprob))
         return rivals
 
     def _offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
@@ -121,8 +140,24 @@ class TokenTexts:
         return offsets
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self.raw(token_id)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+        return {"token": self.text(token_id), "logprob": _told(logprob), "bytes": list(self.raw(token_id))}
+
+
+class _Texts(dict[int, str]):
+    """Texts of the token ids that were asked for; `raw` gives a token's bytes."""
+
+    def __init__(self, raw: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._raw = raw
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._raw(token_id).decode("utf-8", "replace")
+        return text
+
+
+def _told(logprob: float) -> float:
+    """A log probability as clients get it; NaN is above nothing."""
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
 @lru_cache(maxsize=1)

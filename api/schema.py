@@ -106,7 +106,7 @@ class _Sampled(Body):
         "length_penalty": ((1, 1.0), "beam search is not served"),
         "early_stopping": ((False,), "beam search is not served"),
         "truncate_prompt_tokens": ((), "prompts are never cut"),
-        "prompt_logprobs": ((), "use echo with logprobs in /v1/completions"),
+        "prompt_logprobs": ((), "use echo with logprobs, which scores the prompt's tokens too"),
         "allowed_token_ids": ((), "not served; use logit_bias"),
         "bad_words": (([],), "not served; use logit_bias"),
         "spaces_between_special_tokens": ((True,), "not served"),
@@ -244,6 +244,11 @@ class ChatRequest(_Sampled):
         "documents": (([],), "not served; put them into a message"),
         "chat_template": ((), "the model's own template is used"),
         "echo": ((False,), "not served for chat"),
+        "prompt_logprobs": (
+            (),
+            "conversations are not scored; POST /tokenize gives the token ids of the messages, and /v1/completions with "
+            "echo and logprobs scores token ids",
+        ),
     }
     messages: Messages
     logprobs: bool | None = None

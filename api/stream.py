@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ class Collected:
     receipt: Receipt
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: Collection[TokenLogprob | None] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -59,7 +59,7 @@ class Collected:
         """Take the next event in."""
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
-        self.prompt_logprobs.extend(delta.prompt_logprobs)
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs  # one event has them all
         self.receipt = delta.receipt or self.receipt
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason if delta.stop_reason is not None else self.stop_reason
@@ -91,6 +91,26 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+async def whole_answer(
+    build: Callable[[], Mapping[str, Any]], headers: Mapping[str, str], *, is_long: bool
+) -> Response:
+    """The JSON object that `build` makes, as a response.
+
+    What `is_long` is made on another thread, since every stream waits for the event loop.
+    """
+
+    def render() -> bytes:
+        return orjson.dumps(build())
+
+    body = await asyncio.to_thread(render) if is_long else render()
+    return Response(body, headers=dict(headers), media_type="application/json")
+
+
+def rendered(part: Mapping[str, Any]) -> orjson.Fragment:
+    """A part of an answer as JSON already: a fraction of its objects' memory, and done where it is made."""
+    return orjson.Fragment(orjson.dumps(part))
 
 
 async def merge(answers: Sequence[Answer]) -> AsyncGenerator[Event, None]:

@@ -169,7 +169,7 @@ class Answer:
             logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
-            prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
+            prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), ()),
         )
 
     def _take(self, event: Delta | AppError) -> Delta:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
 from engine.answer import Answer
 from engine.detokenizer import DecodingTable, Detokenizer, StopMatcher
+from engine.logprobs import PackedPart, PromptEntries
 from engine.request import Delta, FinishReason, TokenLogprob
 from engine.sampler import SamplerRow, make_generator
 from engine.scheduler import PlanItem
-from engine.state import EngineRequest, RequestState
+from engine.state import EngineRequest, RequestState, Status
 
 
 def make_state(request: EngineRequest, answer: Answer, decoding: DecodingTable) -> RequestState:
@@ -39,7 +39,7 @@ def make_state(request: EngineRequest, answer: Answer, decoding: DecodingTable) 
         token_ids=list(request.prompt_token_ids),
         output_token_ids=output_token_ids,
         # Nothing comes before the first token, so it has no log probability.
-        prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
+        num_scored=None if sampling.prompt_logprobs is None else 1,
     )
 
 
@@ -56,10 +56,11 @@ def first_delta(item: PlanItem) -> Delta:
     return Delta(receipt=receipt)
 
 
-def take_prompt_logprobs(state: RequestState, entries: Sequence[TokenLogprob | None]) -> None:
+def take_prompt_logprobs(state: RequestState, part: PackedPart) -> None:
     """Keep those of the next prompt tokens until they are all known."""
-    if state.prompt_logprobs is not None:
-        state.prompt_logprobs += entries
+    if state.num_scored is not None and state.status is not Status.FINISHED:
+        state.num_scored += part.num_tokens
+        state.scored_parts.append(part)
 
 
 def only_prompt_delta(state: RequestState) -> Delta:
@@ -73,15 +74,16 @@ def next_delta(state: RequestState, token_id: int, logprob: TokenLogprob | None)
     The first one has the log probabilities of the prompt too.
     """
     delta = _text_delta(state, token_id, logprob)
-    if state.num_outputs > 1 or state.prompt_logprobs is None:
+    if state.num_outputs > 1 or state.num_scored is None:
         return delta
     return dataclasses.replace(delta, prompt_logprobs=_prompt_logprobs(state))
 
 
-def _prompt_logprobs(state: RequestState) -> tuple[TokenLogprob | None, ...]:
-    entries = tuple(state.prompt_logprobs or ())
-    assert len(entries) == state.prompt_len, "a prompt token was not scored, or twice"
-    return entries
+def _prompt_logprobs(state: RequestState) -> PromptEntries:
+    """They are the reader's from here on."""
+    assert state.num_scored == state.prompt_len, "a prompt token was not scored, or twice"
+    parts, state.scored_parts = state.scored_parts, []
+    return PromptEntries(state.request.prompt_token_ids, parts)
 
 
 def _text_delta(state: RequestState, token_id: int, logprob: TokenLogprob | None) -> Delta:

@@ -296,8 +296,8 @@ class EngineLoop:
             return
         try:
             sampled = in_flight.step.read()
-            for state, entries in in_flight.step.read_prompts():
-                take_prompt_logprobs(state, entries)
+            for state, part in in_flight.step.read_prompts():
+                take_prompt_logprobs(state, part)
             self._scheduler.commit(in_flight.plan)
         except Exception as error:
             logger.exception("event=step_failed requests=%s", _request_ids(in_flight.plan))

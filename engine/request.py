@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -255,7 +255,7 @@ class Delta:
     first scheduled. The last one has `finish_reason`. `text` never splits a character and never holds the beginning of
     a stop string that completes later. `token_ids` are the new tokens, which may run ahead of `text`. `prompt_logprobs`,
     where they are asked for, come all at once, with the first token or with the end of an answer without one: [P] entries,
-    None for the prompt's first token and for placeholders of media.
+    None for the prompt's first token and for placeholders of media. They are made while they are iterated over.
     """
 
     text: str = ""
@@ -264,7 +264,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     receipt: Receipt | None = None
-    prompt_logprobs: Sequence[TokenLogprob | None] = ()
+    prompt_logprobs: Collection[TokenLogprob | None] = ()
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention import AttentionStep
-from engine.batch import FLIGHT_ROWS, KV_INDEX, POSITIONS, TOKEN_IDS, Batch, build_batch
+from engine.batch import FLIGHT_ROWS, KV_INDEX, POSITIONS, TOKEN_IDS, Batch, PromptSlice, build_batch
 from engine.encoder_cache import EncoderCache
 from engine.flight import FlightTokens
 from engine.graphs import StepGraphs
-from engine.logprobs import PromptLogprobs, pack_logprobs
+from engine.logprobs import PackedPart, PromptLogprobs, pack_logprobs
 from engine.model import BaseModel
 from engine.request import TokenLogprob
 from engine.sampler import Choice, Sampler
@@ -41,7 +41,7 @@ class LaunchedStep:
         token_ids, logprobs = self.choice.read()
         return list(zip(self.sampled, token_ids, logprobs, strict=True))
 
-    def read_prompts(self) -> list[tuple[RequestState, list[TokenLogprob | None]]]:
+    def read_prompts(self) -> list[tuple[RequestState, PackedPart]]:
         """Log probabilities of the prompt tokens that the step has scored, in order; there once `read` has returned."""
         return [] if self.prompt_logprobs is None else list(self.prompt_logprobs.read())
 
@@ -159,15 +159,23 @@ class Runner:
                 assert not batch.prompt_slices, "the last token of a prompt scores none of its own"
                 return output, None
             hidden = output
-        scored = [
+        packed = self._score(hidden, batch.prompt_slices)
+        return self._logits(hidden, batch.logits_at, batch.head_segments), packed
+
+    def _score(self, hidden: torch.Tensor, slices: Sequence[PromptSlice]) -> torch.Tensor | None:
+        """What `pack_logprobs` makes of all slices; None where there are none. `hidden` is the step's, [T, H]."""
+        packed = [
             pack_logprobs(
-                self._logits(hidden, torch.from_numpy(each.rows), each.head_segments),
+                self._slice_logits(hidden, each),
                 to_device(torch.from_numpy(each.token_ids), torch.int64, hidden.device), each.num_top,
             )
-            for each in batch.prompt_slices
+            for each in slices
         ]  # fmt: skip
-        logits = self._logits(hidden, batch.logits_at, batch.head_segments)
-        return logits, torch.cat(scored) if scored else None
+        return torch.cat(packed) if packed else None
+
+    def _slice_logits(self, hidden: torch.Tensor, part: PromptSlice) -> torch.Tensor:
+        """[S, V] float32 logits of a slice's prompt tokens."""
+        return self._logits(hidden, torch.from_numpy(part.rows), part.head_segments)
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, segments: tuple[LoraSegment, ...]) -> torch.Tensor:
         """[R, V] float32 logits of R rows, on the host, of the hidden states [T, H]; `segments` are the rows' adapters."""

@@ -43,10 +43,10 @@ class PlanItem:
 
         Those that are known are left out: after a preemption tokens are computed again.
         """
-        known = self.state.prompt_logprobs
-        if known is None:
+        num_known = self.state.num_scored
+        if num_known is None:
             return range(0)
-        return range(max(self.start + 1, len(known)), min(self.end + 1, self.state.prompt_len))
+        return range(max(self.start + 1, num_known), min(self.end + 1, self.state.prompt_len))
 
 
 def _item(state: RequestState, num_tokens: int) -> PlanItem:

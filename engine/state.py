@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.block_pool import hash_block, root_hash
-from engine.request import Modality, Receipt, SamplingParams, TokenLogprob
+from engine.request import Modality, Receipt, SamplingParams
 
 if TYPE_CHECKING:
     from adapters.generation import GenerationHandle
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.answer import Answer
     from engine.detokenizer import Detokenizer, StopMatcher
     from engine.guides import Guide
+    from engine.logprobs import PackedPart
     from engine.sampler import SamplerRow
     from engine.tools.parser import CallParser
 
@@ -144,7 +145,8 @@ class RequestState:
         block_hashes: hashes of the full blocks of `token_ids` so far, in order.
         num_published: how many of `blocks` have been offered to the prefix cache.
         lora_slot: row of the LoRA buffers while running; -1 for the base model.
-        prompt_logprobs: those of the prompt's first tokens, as far as they are known; None where nobody asks for them.
+        num_scored: the prompt's first tokens whose log probabilities are known; None where nobody asks for them.
+        scored_parts: those log probabilities, until they are delivered.
         media_features: tower outputs by digest, kept until the request ends so that preemption recomputes none.
         times_passed: how often a later request was admitted while this one waited for a LoRA slot.
     """
@@ -164,7 +166,8 @@ class RequestState:
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     lora_slot: int = -1
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_scored: int | None = None
+    scored_parts: list[PackedPart] = field(default_factory=list)
     media_features: dict[str, torch.Tensor] = field(default_factory=dict)
     times_passed: int = 0
     num_preemptions: int = 0
@@ -203,10 +206,9 @@ class RequestState:
     def num_reusable(self) -> int:
         """Tokens that need not be computed where their keys are cached: the next token depends on the last one's hidden
         state, and a prompt token's log probability on that of the token before it."""
-        known = self.prompt_logprobs
-        if known is None or len(known) >= self.prompt_len:
+        if self.num_scored is None or self.num_scored >= self.prompt_len:
             return len(self.token_ids) - 1
-        return len(known) - 1
+        return self.num_scored - 1
 
     @property
     def is_sampled_out(self) -> bool:

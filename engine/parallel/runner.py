@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engine.batch import FLIGHT_ROWS, Batch
+from engine.batch import FLIGHT_ROWS, Batch, PromptSlice
 from engine.parallel.collectives import RankGroup
 from engine.parallel.messages import Step
 from engine.parallel.team import Team
@@ -73,3 +74,8 @@ class FollowingRunner(RankRunner):
     def follow(self, step: Step) -> None:
         """Compute this rank's share of a step."""
         self._compute(Plan(), step.batch(), is_recorded=step.is_recorded)
+
+    def _score(self, hidden: torch.Tensor, slices: Sequence[PromptSlice]) -> None:
+        """The head's share alone, which takes all ranks: what follows from the logits is rank 0's."""
+        for each in slices:
+            self._slice_logits(hidden, each)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +176,69 @@ def test_what_the_tokenizer_puts_before_a_text_takes_no_room_in_it() -> None:
     assert tokens.prompt([0, 5], [None, TokenLogprob(5, -3.0, ((6, -0.2),))], "\u00fc")["top_logprobs"][1] == {
         "\ufffd": -0.2
     }
+
+
+def test_a_token_id_is_decoded_once() -> None:
+    decoded: Counter[int] = Counter()
+
+    class Counted(Words):
+        def convert_ids_to_tokens(self, ids: int) -> str:
+            decoded[ids] += 1
+            return super().convert_ids_to_tokens(ids)
+
+    tokens = TokenTexts(Counted())
+    decoded.clear()
+    entries = [TokenLogprob(token_id, -0.5, ((2, -0.1), (5, -0.2))) for token_id in (3, 4, 5, 3)]
+    for _ in range(2):
+        assert tokens.prompt([3, 4, 5, 3], entries, " world!")["tokens"] == [" world", "!", "\ufffd", " world"]
+        assert tokens.chat(entries)["content"][2]["bytes"] == [0xC3]
+        assert tokens.completion(entries, 0)["text_offset"] == [0, 6, 7, 8]
+    assert decoded == {2: 1, 3: 1, 4: 1, 5: 1}
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan, -2e4])
+def test_what_json_cannot_say_is_told_as_the_least(value: float) -> None:
+    """A token that the model cannot say; whole answers and streams have one form for it."""
+    tokens, entries = TokenTexts(Words()), [TokenLogprob(2, value, ((3, value), (4, -1.5)))]
+    rivals = {" world": -9999.0, "!": -1.5, " Hello": -9999.0}
+    for found in (tokens.prompt([2], entries, " Hello"), tokens.completion(entries, 0)):
+        assert (found["token_logprobs"], found["top_logprobs"]) == ([-9999.0], [rivals])
+    (entry,) = tokens.chat(entries)["content"]
+    assert [entry["logprob"], *(rival["logprob"] for rival in entry["top_logprobs"])] == [-9999.0, -9999.0, -1.5]
+
+
+def test_prompts_and_whole_answers_are_spelled_off_the_event_loop(
+    http: httpx.Client, base_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes long where they are long, and everyone's streams wait for the loop."""
+    is_on_loop: list[tuple[str, bool]] = []
+
+    def watch(name: str) -> None:
+        spell = getattr(TokenTexts, name)
+
+        def watched(*arguments: Any) -> Any:
+            is_on_loop.append((name, asyncio._get_running_loop() is not None))
+            return spell(*arguments)
+
+        monkeypatch.setattr(TokenTexts, name, watched)
+
+    for name in ("prompt", "completion", "chat"):
+        watch(name)
+    ask = {"model": base_model, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    scored = {**ask, "prompt": [PROMPT, CUT], "echo": True, "logprobs": 1}
+    assert http.post("/v1/completions", json=scored).status_code == 200
+    assert Counter(is_on_loop) == {("prompt", False): 2, ("completion", False): 2}
+    is_on_loop.clear()
+    assert http.post("/v1/completions", json={**scored, "stream": True}).status_code == 200
+    assert [each for each in is_on_loop if each[0] == "prompt"] == [("prompt", False)] * 2
+    is_on_loop.clear()
+    chat = {**ask, "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    assert is_on_loop == [("chat", False)]
+
+
+def test_of_rivals_with_one_text_the_likeliest_shows() -> None:
+    entry = TokenLogprob(2, -3.0, ((5, -0.1), (3, -0.2), (6, -0.3)))
+    assert TokenTexts(Words()).completion([entry], 0)["top_logprobs"] == [
+        {"\ufffd": -0.1, " world": -0.2, " Hello": -3.0}
+    ]

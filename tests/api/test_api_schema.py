@@ -283,6 +283,14 @@ def test_bodies_that_are_not_utf8_are_refused(raw: bytes) -> None:
         read_body(CompletionRequest, raw)
 
 
+def test_scoring_is_refused_with_what_can_be_done_on_that_route() -> None:
+    with pytest.raises(InvalidRequest, match=r"POST /tokenize .* /v1/completions") as fault:
+        use_chat({"prompt_logprobs": 1})
+    assert fault.value.param == "prompt_logprobs"
+    with pytest.raises(InvalidRequest, match="use echo with logprobs"):
+        use_completion({"prompt_logprobs": 1})
+
+
 def test_a_token_id_of_thousands_of_digits_is_refused() -> None:
     body = read_body(ChatRequest, json.dumps({"model": "m", "messages": [], "logit_bias": {"1" * 5000: 1}}).encode())
     with pytest.raises(InvalidRequest, match="is not a token id"):

@@ -124,9 +124,11 @@ def test_prompts_are_scored_in_recorded_steps_too(
     sizes: Counter[tuple[bool, int]],
 ) -> None:
     plain = make_engine(llama_dir, llama_adapters, tmp_path / "plain", max_num_batched_tokens=40)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepGraphs, "size_for", lambda graphs, plan: None)
-        expected = prompt_logprobs(plain, plan)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StepGraphs, "size_for", lambda graphs, plan: None)
+            expected = prompt_logprobs(plain, plan)
+    finally:
         plain.close()
     assert [len(each) for each in expected] == [len(prompt) for _, prompt in plan]
     engine = make_engine(llama_dir, llama_adapters, tmp_path / "recorded", max_num_batched_tokens=40)

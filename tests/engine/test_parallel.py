@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.batch import Batch
 from engine.capacity import GPUS, MemoryPlan, plan_memory
 from engine.config import LoRAModule
 from engine.errors import InvalidRequest, UnsupportedModel
 from engine.model import outline_model
 from engine.parallel import team as team_module
 from engine.parallel.loading import outline_split
+from engine.parallel.messages import Step
+from engine.parallel.runner import FollowingRunner
 from engine.request import TokenLogprob, TokenPrompt
+from engine.scheduler import Plan
 from tests.oracles import make_adapter, make_model, random_ids
 
 LLAMA = "LlamaForCausalLM"
@@ -143,6 +147,32 @@ def prompt_logprobs(engine: Engine) -> list[list[TokenLogprob]]:
 
 def test_prompts_are_scored_as_in_one_process(single: Engine, split: Engine) -> None:
     check_equal(prompt_logprobs(split), prompt_logprobs(single))
+
+
+def test_followers_take_part_in_the_head_and_score_nothing(single: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Step] = []
+    num_rows: list[int] = []
+    leader = single._loop._runner
+    compute, logits = leader._compute, single.base.logits
+
+    def note_step(plan: Plan, batch: Batch, *, is_recorded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        steps.append(Step.of(batch, is_recorded=is_recorded))
+        return compute(plan, batch, is_recorded=is_recorded)
+
+    def note_rows(hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(hidden.shape[0])
+        return logits(hidden)
+
+    follower = object.__new__(FollowingRunner)
+    vars(follower).update(vars(leader))  # Of one rank, so that it can run in this process.
+    monkeypatch.setattr(leader, "_compute", note_step)
+    monkeypatch.setattr(single.base, "logits", note_rows)
+    sampling = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=3)
+    list(single.start_sync(TokenPrompt(random_ids(40, 3)), sampling)[0])
+    assert num_rows == [39, 1] and len(steps) == 1
+    monkeypatch.setattr("engine.runner.pack_logprobs", lambda *_: pytest.fail("a follower scores prompts"))
+    follower.follow(steps[0])
+    assert num_rows == [39, 1, 39, 1], "the ranks' collectives must match"
 
 
 def test_adapters_come_go_and_are_replaced_while_answers_run(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoProcessor
 
 from engine import LLM, Engine, EngineConfig, SamplingParams
+from engine import logprobs as engine_logprobs
 from engine.answer import Answer
 from engine.batch import MAX_PROMPT_ROWS
 from engine.config import LoRAModule
-from engine.errors import ContextTooLong, InvalidRequest
+from engine.errors import AppError, ContextTooLong, InvalidRequest
 from engine.request import AudioPart, Delta, TextPrompt, TokenLogprob, TokenPrompt
 from engine.runner import LaunchedStep
 from engine.scheduler import Plan, Scheduler
@@ -70,8 +74,8 @@ def scored(answer: Answer) -> Entries:
     deltas: list[Delta] = list(answer)
     (with_entries,) = [delta for delta in deltas if delta.prompt_logprobs]
     assert with_entries is deltas[1], "the receipt comes first, then this"
-    assert answer.finish_reason == "length"
-    return with_entries.prompt_logprobs
+    assert answer.finish_reason == "length" and len(with_entries.prompt_logprobs) == len(answer.prompt_token_ids)
+    return list(with_entries.prompt_logprobs)
 
 
 def check(entries: Entries, token_ids: Sequence[int], logits: torch.Tensor, num_top: int = 2) -> None:
@@ -140,7 +144,7 @@ def test_requests_put_back_in_the_middle_of_their_prompt_are_scored_once(
     preempt = Scheduler._preempt
 
     def note(scheduler: Scheduler, state: RequestState) -> None:
-        put_back.append((len(state.prompt_logprobs or ()), state.prompt_len))
+        put_back.append((state.num_scored or 0, state.prompt_len))
         preempt(scheduler, state)
 
     monkeypatch.setattr(Scheduler, "_preempt", note)
@@ -208,6 +212,38 @@ def test_logits_of_a_long_prompt_are_never_there_at_once(
         num_rows.clear()
         list(engine.start_sync(TokenPrompt(prompt), GREEDY)[0])
         assert num_rows == [1] * 12, "who does not ask pays nothing"
+    finally:
+        engine.close()
+
+
+def test_entries_are_made_by_who_reads_them_and_the_engine_keeps_none(
+    llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine's thread does between two steps, all streams wait for."""
+    made_by: Counter[str] = Counter()
+    kept: list[int] = []
+    unpack, put = engine_logprobs.unpack_logprob, Answer.put
+
+    def unpack_and_note(*arguments: Any) -> TokenLogprob:
+        made_by[threading.current_thread().name] += 1
+        return unpack(*arguments)
+
+    def put_and_note(answer: Answer, event: Delta | AppError) -> None:
+        if isinstance(event, Delta) and event.prompt_logprobs:
+            kept.extend(len(state.scored_parts) for state in engine._loop._states.values())
+        put(answer, event)
+
+    monkeypatch.setattr(engine_logprobs, "unpack_logprob", unpack_and_note)
+    monkeypatch.setattr(Answer, "put", put_and_note)
+    engine = make_engine(llama_dir, {}, tmp_path, max_num_batched_tokens=40)
+    try:
+        (answer,) = engine.start_sync(TokenPrompt(PLAN[1][1]), asking(12))
+        deltas = list(answer)
+        assert not made_by, "nobody has looked at them"
+        (entries,) = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
+        assert len(list(entries)) == 70
+        assert made_by == {threading.current_thread().name: 69}
+        assert kept == [0], "they were delivered while the answer went on, and stayed on its state"
     finally:
         engine.close()
 
