@@ -25,7 +25,7 @@ from kernels import (
     HAS_TRITON,
     LoraMetadata,
     LoraSegment,
-    compiling_only,
+    compile_only,
     lora_add_group_,
     lora_product,
     product_and_delta,
@@ -144,7 +144,7 @@ class LoraGroup:
             self._send_ranks(lora_slot)
 
     def call_kernels(self, max_recorded_tokens: int) -> None:
-        """Call whatever steps of any size call, on memory that nobody reads: for `kernels.compiling_only`.
+        """Call whatever steps of any size call, on memory that nobody reads: for `kernels.compile_only`.
 
         Args:
             max_recorded_tokens: of steps in which compiled layers are recorded; 0 where none are.
@@ -266,9 +266,12 @@ def compile_kernels(model: nn.Module, compiled: nn.Module | None, max_recorded_t
         if member is not None and member.group.metadata.has_tiles:
             limit = max_recorded_tokens if module in inside else 0
             calls.setdefault((member.group.kernel_key, limit), (member.group, limit))
-    with compiling_only():
+
+    def call_all() -> None:
         for group, limit in calls.values():
             group.call_kernels(limit)
+
+    compile_only(call_all)
 
 
 class LoraBuffers:

@@ -11,6 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from torch import nn
+
 from engine.batch import MAX_PROMPT_ROWS
 from engine.compiler import StepKind, compile_decoder
 from engine.config import EngineConfig
@@ -48,7 +50,7 @@ def warm_up(
     can_be_compiled = base.quantization is None or base.quantization.can_be_compiled
     if lora_metadata:
         compiled = base.decoder if can_be_compiled else None
-        stages.append(("kernels of lora", lambda: compile_kernels(base.model, compiled, graphs.max_mixed_tokens)))
+        stages.append(("kernels of lora", lambda: compile_ahead(base.model, compiled, graphs.max_mixed_tokens)))
     if can_be_compiled:
         kinds = [StepKind(runner.warm_up, max(step_sizes))]
         if lora_metadata:
@@ -73,6 +75,14 @@ def warm_up(
         logger.info(
             "event=warm_up stage=%d/%d seconds=%.1f what=%s", number, len(stages), time.perf_counter() - started, what
         )
+
+
+def compile_ahead(model: nn.Module, compiled: nn.Module | None, max_recorded_tokens: int) -> None:
+    """`compile_kernels`, whose failure only makes the start slower: what a later stage launches, it compiles itself."""
+    try:
+        compile_kernels(model, compiled, max_recorded_tokens)
+    except Exception:
+        logger.warning("event=kernels_not_compiled_ahead", exc_info=True)
 
 
 def recorded_steps(runner: Runner, lora_metadata: Mapping[str, LoraMetadata]) -> StepKind:

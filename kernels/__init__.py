@@ -9,7 +9,6 @@ D head dim, Hq/Hkv query/KV heads.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,7 +29,9 @@ try:
 except ImportError:  # none for this platform
     HAS_TRITON = False
     MAX_HEAD_DIM = 0
-    compiling_only: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def compile_only(work: Callable[[], None]) -> None:
+        """Nothing: there are no kernels."""
 else:  # What fails from here on is a fault of these modules, and must be seen.
     HAS_TRITON = True
     from kernels import kv_write as _kv_write
@@ -40,7 +41,7 @@ else:  # What fails from here on is a fault of these modules, and must be seen.
     from kernels import paged_attention as _paged_attention
     from kernels import scale_shift as _scale_shift
     from kernels import scatter as _scatter
-    from kernels.launching import compiling_only
+    from kernels.launching import compile_only
 
     MAX_HEAD_DIM = _paged_attention.MAX_HEAD_DIM
 
@@ -54,7 +55,7 @@ __all__ = [
     "AttentionTensors",
     "LoraMetadata",
     "LoraSegment",
-    "compiling_only",
+    "compile_only",
     "lora_add_group_",
     "lora_embedding_add_",
     "lora_expand_",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ def check() -> None:
 
     import kernels
     from engine.lora_layers import LoraGroup, compile_kernels
+    from engine.warmup import compile_ahead
     from kernels import LoraMetadata, LoraSegment, launching, lora, lora_beside
 
     launched: list[str] = []
@@ -68,6 +70,23 @@ def check() -> None:
     def variants() -> dict[str, int]:
         jitted = (lora._shrink_kernel, lora._expand_kernel, lora._expand_stream_kernel)
         return {kernel.__name__: sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in jitted}
+
+    # Nothing of a failure is left: what comes after it is compiled where it is launched, or ahead.
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        kernels.compile_only(fail)  # type: ignore[arg-type]
+    shrink = lora._shrink_kernel
+    assert shrink.device_caches[0]  # Made when it is first looked at, and its compiler with it.
+    compile_source, shrink.compile = shrink.compile, Mock(side_effect=ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        compile_kernels(model, model, MAX_RECORDED)
+    assert shrink.compile.called and triton.runtime._async_compile.active_mode.get() is None
+    compile_ahead(model, model, MAX_RECORDED)  # which goes on
+    shrink.compile = compile_source
+    shrink.device_caches.clear()
+    assert not launching._is_compiling.get() and not metadata.is_recording
 
     compile_kernels(model, model, MAX_RECORDED)
     assert not metadata.is_recording and metadata.segments == ()
