@@ -53,10 +53,13 @@ class AdapterFolder:
         self._allowed_roots = allowed_roots
         self._stack = ExitStack()
         if not folder.is_dir():
-            raise AdapterFilesNotFound("no adapter was found there: the path is not a folder")
+            raise AdapterFilesNotFound(
+                "no adapter was found there: the path is not a folder, or does not exist; give the folder with "
+                f"{CONFIG_NAME} in it"
+            )
         if not self._exists(CONFIG_NAME):
             raise AdapterFilesNotFound(
-                f"no adapter was found there: the folder has no {CONFIG_NAME}{self._subfolder_hint()}"
+                f"no adapter was found there: the folder has no {CONFIG_NAME}{self._other_model_hint()}{self._subfolder_hint()}"
             )
         self.config = self._read_json(CONFIG_NAME)
         if self._exists(NEW_EMBEDDINGS_PICKLE) and not self._exists(NEW_EMBEDDINGS_NAME):
@@ -150,6 +153,10 @@ class AdapterFolder:
                 raise AdapterRefused([f"both {tensors[key].file.name} and {name} hold {key[:200]!r}"])
             tensors[key] = TensorPlace(file, entry)
         return tensors
+
+    def _other_model_hint(self) -> str:
+        """Where the folder holds a whole model: what that is for."""
+        return ", but a model's config.json, which --model serves" if self._exists("config.json") else ""
 
     def _subfolder_hint(self) -> str:
         """Where the folder holds adapters one level down, as PEFT saves several at once: which to choose."""

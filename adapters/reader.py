@@ -80,7 +80,10 @@ class Reader:
         except (OSError, ValueError, RuntimeError):
             pass
         where = "" if self._allowed_roots is None else " in the folders that adapters may be loaded from"
-        raise AdapterFilesNotFound(f"no folder was found at lora_path{where}", param="lora_path")
+        raise AdapterFilesNotFound(
+            f"no folder was found at lora_path{where}; give one adapter's folder, best by its absolute path on the server",
+            param="lora_path",
+        )
 
     def read(self, folder: Path, kind: str, *, known_digest: str | None = None) -> tuple[Generation, float]:
         """A folder's content and the milliseconds that it took; `kind` of source is for the tally.

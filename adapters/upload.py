@@ -279,7 +279,9 @@ def _choose(names: Mapping[str, str]) -> dict[str, str]:
         pickle = next((name for name in PICKLE_NAMES if name in leaves), None)
         if pickle is not None:
             raise UploadRefused(f"the upload has {pickle} but no adapter_model.safetensors: {PICKLE_REMEDY}")
-        raise UploadRefused(f"the upload has {CONFIG_NAME} but no adapter_model.safetensors beside it")
+        raise UploadRefused(
+            f"the upload has {CONFIG_NAME} but no adapter_model.safetensors beside it; send the whole adapter folder"
+        )
     return members
 
 

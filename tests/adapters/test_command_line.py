@@ -181,3 +181,9 @@ def test_the_program_runs_as_a_module(reference: Path) -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert "4 of 4 tensor pairs" in done.stdout
+
+
+def test_a_whole_model_is_told_apart_from_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["inspect", str(tmp_path)]) != 0
+    assert "no adapter_config.json, but a model's config.json, which --model serves" in capsys.readouterr().err
