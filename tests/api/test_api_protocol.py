@@ -80,3 +80,21 @@ def test_a_large_body_is_no_head(base_url: str) -> None:
         connection.sendall(body)
         found = answer(connection)
     assert found.startswith(b"HTTP/1.1 400") and b"tokens" in found
+
+
+def test_a_head_that_comes_at_once_has_the_same_bound(base_url: str) -> None:
+    for length, expected in ((HEAD_BYTES - 4096, b"200"), (HEAD_BYTES + 4096, b"400")):
+        with connect(base_url) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\nX-Long: " + b"x" * length + b"\r\n\r\n")
+            assert answer(connection).startswith(b"HTTP/1.1 " + expected)
+
+
+def test_what_ends_a_large_body_is_not_counted_for_the_next_request(base_url: str) -> None:
+    body = json.dumps({"model": "style", "prompt": "hello", "max_tokens": 1}).encode() + b" " * 150_000
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with connect(base_url) as connection:
+        connection.sendall(request + b"GET /health HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+    assert found.count(b"HTTP/1.1 200") == 2
