@@ -233,7 +233,7 @@ class Buffer:
         self._page_lock: PageLock | None = None
         self.memory = _pages(num_bytes, is_forked=page_lock is None)
         self.address: int = self.memory.ctypes.data
-        if page_lock is None:
+        if page_lock is None or self.address % mmap.PAGESIZE:
             return
         try:
             if page_lock.lock(self.address, num_bytes):
@@ -262,6 +262,8 @@ def _pages(num_bytes: int, *, is_forked: bool) -> np.ndarray:
     Not `is_forked`, child processes do not have them. What a device reads must stay where it is: after a fork, whoever
     writes to a page first gets another one in its place.
     """
+    if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
+        return np.empty(num_bytes, np.uint8)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

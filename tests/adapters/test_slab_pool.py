@@ -455,3 +455,9 @@ def test_a_refused_adapter_gives_its_memory_back(
     gc.collect()
     wait_for(lambda: pool.usage().num_idle > 0)
     assert pool.usage().lent_bytes == 0
+
+
+def test_a_system_without_anonymous_maps_lends_as_well(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("mmap.MAP_ANONYMOUS")
+    memory = pool.lend(SIZE)
+    assert memory.fill_(7).eq(7).all() and pool.usage().lent_bytes >= SIZE
