@@ -146,7 +146,8 @@ class Runner:
     def warm_up_head(self, num_rows: int, *, has_lora: bool = False) -> None:
         """Compute logits of that many rows that belong to no request, with `has_lora` as if all used the first LoRA row."""
         self._set_segments("head", (LoraSegment(0, 0, num_rows),) if has_lora else (), num_rows)
-        self._model.logits(self._model.embed(torch.zeros(num_rows, dtype=torch.int64, device=self._model.device)))
+        model = self._model
+        model.logits(torch.zeros(num_rows, model.text_config.hidden_size, dtype=model.dtype, device=model.device))
 
     def _compute(self, plan: Plan, batch: Batch, *, is_recorded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[R, V] float32 logits of the rows to sample; and what `pack_logprobs` makes of the prompt tokens to be scored."""

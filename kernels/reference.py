@@ -40,6 +40,7 @@ def lora_add_group_(
         slice_ends: M ends of the slices in the output's columns; the last is O.
         metadata: the step's segments, with `num_tokens` T.
     """
+    _check_step(metadata, len(output), len(x))
     for lora_slot, count, token_start, token_end in _runs(metadata.segments, host_ranks):
         slots = slice(lora_slot, lora_slot + count)
         rows = x[token_start:token_end]
@@ -68,6 +69,7 @@ def lora_shrink(
 
     The arguments are those of `lora_add_group_`; returns [T, M, R] float32, 0 elsewhere.
     """
+    _check_step(metadata, len(x))
     shrunk = torch.zeros(x.shape[0], *lora_a.shape[1:3], dtype=torch.float32, device=x.device)
     for lora_slot, token_start, token_end in metadata.segments:
         for index, rank in enumerate(host_ranks[lora_slot]):
@@ -90,6 +92,7 @@ def lora_expand_(
 
     `shrunk` [T, M, R] float32; the other arguments are those of `lora_add_group_`.
     """
+    _check_step(metadata, len(output), len(shrunk))
     for lora_slot, token_start, token_end in metadata.segments:
         slice_start = 0
         for index, slice_end in enumerate(slice_ends):
@@ -99,6 +102,12 @@ def lora_expand_(
                 rows = shrunk[token_start:token_end, index, :rank].to(b.dtype)
                 output[token_start:token_end, slice_start:slice_end].addmm_(rows, b.T)
             slice_start = slice_end
+
+
+def _check_step(metadata: LoraMetadata, *lengths: int) -> None:
+    """A step's metadata knows its tokens; a segment without an end is of all tokens there are, however many."""
+    is_open = any(token_end is None for _, _, token_end in metadata.segments)
+    assert is_open or all(length == metadata.num_tokens for length in lengths), "the metadata describes another step"
 
 
 def _runs(
@@ -141,6 +150,7 @@ def scale_shift_(
         host_is_used: the same on the host: what this function reads.
         metadata: the step's segments, with `num_tokens` T.
     """
+    _check_step(metadata, len(output))
     for lora_slot, token_start, token_end in metadata.segments:
         if host_is_used[lora_slot]:
             rows = output[token_start:token_end]
@@ -160,6 +170,7 @@ def lora_embedding_add_(
 
     The arguments are those of `kernels.lora_embedding_add_`; this function reads `host_ranks`, the GPU kernel `ranks`.
     """
+    _check_step(metadata, len(output), len(token_ids))
     for lora_slot, token_start, token_end in metadata.segments:
         rank = host_ranks[lora_slot]
         if rank:
@@ -210,6 +221,7 @@ def paged_attention(
     Returns:
         [T, Hq, D], every row written.
     """
+    assert len(q) == metadata.num_tokens, "the metadata is of another batch"
     if kv_index is not None:
         assert k is not None and v is not None, "nothing to write"
         write_kv_(k, v, k_pool, v_pool, kv_index)

@@ -32,7 +32,7 @@ class Recomputed:
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[bool, int]]:
-    """Replays by kind (whether decodes alone) and size; engines on a CPU have graphs, and compile nothing."""
+    """Replays by kind (whether decodes alone) and size; engines on a CPU warm up and have graphs, and compile nothing."""
     found: Counter[tuple[bool, int]] = Counter()
     launch = StepGraphs.launch
 
@@ -42,7 +42,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[bool, int]]:
 
     monkeypatch.setattr("engine.graphs.Recording", Recomputed)
     monkeypatch.setattr("engine.setup.has_graphs", lambda config, base: True)
-    monkeypatch.setattr("engine.engine.warm_up", lambda base, runner, graphs, config, metadata: graphs.record())
+    monkeypatch.setattr("engine.warmup.compile_kernels", lambda *args: None)
+    monkeypatch.setattr("engine.warmup.compile_decoder", lambda decoder, kinds: [run(most) for run, most in kinds])
     monkeypatch.setattr(StepGraphs, "launch", note)
     return found
 

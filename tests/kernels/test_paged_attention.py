@@ -373,6 +373,7 @@ class TestOnGpu:
     def test_rows_of_any_kind_in_static_buffers(self) -> None:
         check_open_buffers("cuda")
 
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # PyTorch's, once a process
     def test_building_metadata_does_not_wait_for_the_device(self) -> None:
         case = Case(*MIXED)
         world = make_world(case, torch.bfloat16, "cuda")
