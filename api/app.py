@@ -25,7 +25,7 @@ from api.errors import PermissionDenied, error_response, http_error, install_err
 from api.openapi import DescribedApi, docs_page
 from api.service import Service
 from api.settings import ServerSettings
-from api.stream import ClientLeft
+from api.stream import ClientLeft, DirectSend
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -74,6 +74,7 @@ def create_app(
     install_error_handlers(app)
     app.add_exception_handler(ClientLeft, _on_client_left)
     app.add_exception_handler(ClientDisconnect, _on_client_left)
+    app.add_middleware(DirectSend)
     app.add_middleware(LimitBody, max_bytes=engine.config.max_upload_mb << 20)
     app.add_middleware(Guard, policy=service.policy, root_path=settings.root_path)
     if settings.allowed_origins:

@@ -128,11 +128,13 @@ class HttpStreams:
     Args:
         port: on this machine.
         model: the base model's name.
+        word_len: characters of each token's text.
     """
 
-    def __init__(self, port: int, model: str) -> None:
+    def __init__(self, port: int, model: str, word_len: int) -> None:
         self._port = port
         self._model = model
+        self._word_len = word_len
         self._idle: list[_Connection] = []
         self._unread: list[tuple[Request, Times, list[tuple[float, bytes]]]] = []
 
@@ -140,7 +142,7 @@ class HttpStreams:
         """Ask, and keep what comes for `read_all`; the two times that `times` gets are of its first and last bytes."""
         body = {
             "model": request.name or self._model, "prompt": request.prompt, "max_tokens": request.output_len,
-            "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "logprobs": 0,
+            "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         reader, writer = await self._connect()
         writer.write(request_of("/v1/completions", body))
@@ -165,8 +167,8 @@ class HttpStreams:
             for came_at, event in _events(reads):
                 receipt = event.get("lora", receipt)
                 num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-                if event["choices"] and event["choices"][0]["logprobs"]:
-                    times.tokens_at += [came_at] * len(event["choices"][0]["logprobs"]["tokens"])
+                if event["choices"]:
+                    times.tokens_at += [came_at] * (len(event["choices"][0]["text"]) // self._word_len)
             found = num_tokens, len(times.tokens_at), receipt.get("name")
             if found != (request.output_len, request.output_len, request.name):
                 raise RuntimeError(f"asked {request.name!r} for {request.output_len} tokens; got {found}")
@@ -191,7 +193,7 @@ def _events(reads: Sequence[tuple[float, bytes]]) -> list[tuple[float, dict[str,
 def main() -> None:
     """Ask as a job on the standard input says."""
     job = json.loads(sys.stdin.readline())
-    streams = HttpStreams(job["port"], job["model"])
+    streams = HttpStreams(job["port"], job["model"], job["word_len"])
     load = Load(streams.ask, Job(**job["job"]))
     sys.stdout.write("ready\n")
     sys.stdout.flush()

@@ -29,14 +29,14 @@ from typing import Any
 from benchmarks.load_client import Ask, Job, Load, Request, Times
 from benchmarks.report import finish, refuse
 from benchmarks.server import running_server
-from benchmarks.workload import add_load_flags, make_prompts, write_adapter, write_model
+from benchmarks.workload import SHAPES, WORD_LEN, add_load_flags, around, make_prompts, write_adapter, write_model
 from engine import Engine, EngineConfig, SamplingParams
 from engine.config import LoRAModule
 from engine.request import TokenPrompt
+from engine.setup import freeze_startup_objects
 
 RANK = 16
 LINEARS = ("q_proj", "v_proj")
-TOKENIZER_SIZE = 256  # of `write_model`; the server takes no other ids
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,10 +55,10 @@ def make_job(options: argparse.Namespace) -> Job:
     """What is asked, in all."""
     names: list[str | None] = [f"adapter-{number}" for number in range(options.adapters)]
     return Job(
-        prompts=make_prompts(256, options.input_len, TOKENIZER_SIZE),
+        prompts=make_prompts(256, options.input_len, SHAPES[options.shape]["vocab_size"]),
         names=names or [None],
         zipf=options.zipf,
-        output_lens=(max(2, options.output_len // 2), max(2, options.output_len + options.output_len // 2)),
+        output_lens=around(options.output_len),
         streams=options.streams,
         rate=options.rate,
         seconds=options.seconds,
@@ -87,7 +87,7 @@ def ask_engine(engine: Engine) -> Ask:
     """Ask an engine in this process, with the same settings."""
 
     async def ask(request: Request, times: Times) -> None:
-        sampling = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True, logprobs=0)
+        sampling = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
         [answer] = await engine.start(TokenPrompt(request.prompt), sampling, lora=request.name)
         async for delta in answer:
             times.tokens_at += [time.perf_counter()] * len(delta.token_ids)
@@ -123,8 +123,8 @@ def load_server(url: str, job: Job, num_clients: int, *, is_closed: bool) -> dic
             client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             clients.append(stack.enter_context(client))
             assert client.stdin is not None
-            said = {"port": port, "model": "model", "is_closed": is_closed, "job": dataclasses.asdict(own)}
-            client.stdin.write(json.dumps(said) + "\n")
+            said = {"port": port, "model": "model", "word_len": WORD_LEN, "is_closed": is_closed}
+            client.stdin.write(json.dumps({**said, "job": dataclasses.asdict(own)}) + "\n")
             client.stdin.flush()
         for client in clients:
             assert client.stdout is not None
@@ -145,7 +145,7 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
-        model = write_model(options.shape, root / "model")
+        model = write_model(options.shape, root / "model", has_words=True)
         folders = {
             f"adapter-{number}": write_adapter(
                 options.shape, RANK, number, root / "adapters" / str(number), "cpu", LINEARS
@@ -177,6 +177,7 @@ def main() -> None:
                 enforce_eager=options.enforce_eager, **common,
             )
         )  # fmt: skip
+        freeze_startup_objects()  # As `app.py` does.
         try:
             note("bare", load_engine(engine, job))
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
 
@@ -39,22 +40,22 @@ async def read_answer(reader: asyncio.StreamReader) -> list[tuple[float, bytes]]
     return reads
 
 
-async def main(port: int, num_streams: int, path: str, body: dict[str, object]) -> None:
-    """Ask, and print."""
+async def main(port: int, num_streams: int, path: str, body: dict[str, object], output_lens: tuple[int, int]) -> None:
+    """Ask for answers of lengths from the least to the most, and print."""
     is_over = asyncio.Event()
     counts = {"answers": 0, "chunks": 0, "reads": 0}
     until = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     until.add_done_callback(lambda _: is_over.set())
-    request = request_of(path, body)
-    usage = f'"completion_tokens":{body["max_tokens"]}'.encode()
+    lengths = random.Random(0)
 
     async def lane() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         while not is_over.is_set():
-            writer.write(request)
+            num_tokens = lengths.randint(*output_lens)
+            writer.write(request_of(path, {**body, "max_tokens": num_tokens}))
             reads = await read_answer(reader)
             text = b"".join(data for _, data in reads)
-            if usage not in text or b"data: [DONE]" not in text:
+            if f'"completion_tokens":{num_tokens}'.encode() not in text or b"data: [DONE]" not in text:
                 raise RuntimeError(f"an answer is not whole: {text[-300:]!r}")
             counts["answers"] += 1
             counts["chunks"] += text.count(b"data: ")

@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import cProfile
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -38,11 +39,12 @@ from api.schema import CompletionRequest, read_body
 from api.settings import ServerSettings
 from api.stream import EventStream
 from benchmarks.report import finish, refuse
-from benchmarks.workload import make_prompts, write_model
+from benchmarks.workload import around, make_prompts, write_model
 from engine import Engine, EngineConfig, SamplingParams
 from engine.answer import Answer
 from engine.request import Delta, Receipt, TokenLogprob, TokenPrompt
 from engine.scheduler import Plan, PlanItem
+from engine.setup import freeze_startup_objects
 from engine.state import RequestState
 from engine.wakes import Wakes
 
@@ -75,6 +77,10 @@ class Clock:
 
     def encode_media(self, items: Sequence[PlanItem]) -> None:
         """Nothing: there are none."""
+
+    def is_recorded(self, plan: Plan) -> bool:
+        """Launching takes no time."""
+        return True
 
     def launch(self, plan: Plan) -> _Step:
         """Begin when the step before has ended."""
@@ -125,16 +131,18 @@ def measure(engine: Engine, reader: threading.Thread, seconds: float) -> dict[st
 
 def bare(engine: Engine, options: argparse.Namespace) -> dict[str, float]:
     """Read by coroutines, without HTTP."""
-    sampling = SamplingParams(temperature=0, max_tokens=options.output_len, ignore_eos=True)
+    lengths = random.Random(0)
     prompts = make_prompts(256, options.input_len, TOKENIZER_SIZE)
     is_over = threading.Event()
 
     async def lane(number: int) -> None:
         while not is_over.is_set():
             number += 1
+            output_len = lengths.randint(*around(options.output_len))
+            sampling = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
             [answer] = await engine.start(TokenPrompt(prompts[number % len(prompts)]), sampling)
             num_tokens = sum([len(delta.token_ids) async for delta in answer])
-            assert num_tokens == options.output_len
+            assert num_tokens == output_len
 
     with _in_a_thread(lambda: asyncio.run(_together(lane, options.streams))) as reader:
         figures = measure(engine, reader, options.seconds)
@@ -212,9 +220,10 @@ async def _own_part(num_streams: int) -> dict[str, float]:
 
     async def step(delta: Delta) -> tuple[float, float]:
         wanted, began_at = num_sent + num_streams, time.perf_counter()
-        with wakes.gathered():
-            for answer in answers:
-                answer.put(delta)
+        wakes.hold()
+        for answer in answers:
+            answer.put(delta)
+        wakes.send()
         put_at = time.perf_counter()
         while num_sent < wanted:  # noqa: ASYNC110 - the readers' turns are what is measured
             await asyncio.sleep(0)
@@ -229,15 +238,17 @@ async def _own_part(num_streams: int) -> dict[str, float]:
 
 
 def _request(options: argparse.Namespace) -> str:
-    """What the client sends: a path and a body, as JSON."""
+    """What the client sends: a path, a body and answers' lengths, as JSON."""
     body: dict[str, Any] = {
-        "model": "model", "max_tokens": options.output_len, "temperature": 0, "ignore_eos": True, "stream": True,
+        "model": "model", "temperature": 0, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     text = "a" * options.input_len
     if options.route == "chat":
-        return json.dumps(["/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}])
-    return json.dumps(["/v1/completions", {**body, "prompt": text}])
+        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": text}]
+    else:
+        path, body["prompt"] = "/v1/completions", text
+    return json.dumps([path, body, around(options.output_len)])
 
 
 def main() -> None:
@@ -254,6 +265,7 @@ def main() -> None:
                 max_model_len=1024, enable_lora=False, dtype="float32",
             )
         )  # fmt: skip
+        freeze_startup_objects()  # As `app.py` does.
         engine._loop._runner = Clock(options.step_ms / 1000)  # type: ignore[assignment]
         try:
             figures: dict[str, Any] = {"own": own_part(options.streams)}

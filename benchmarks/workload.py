@@ -61,19 +61,33 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no compilation and no CUDA graphs")
 
 
+def around(output_len: int) -> tuple[int, int]:
+    """Least and most tokens of answers that have so many on average: else those that began together would end together."""
+    return max(2, output_len // 2), max(2, output_len + output_len // 2)
+
+
 def numbers(text: str) -> list[int]:
     """A command-line word such as `1,8,32`."""
     return [int(word) for word in text.split(",")]
 
 
-def write_model(shape: str, folder: Path) -> Path:
-    """A config and a tokenizer; the weights are made when the engine loads it."""
+WORD_LEN = 7
+"""Characters of a token's text, a space first, where `write_model` is told that all tokens are words."""
+
+
+def write_model(shape: str, folder: Path, *, has_words: bool = False) -> Path:
+    """A config and a tokenizer; the weights are made when the engine loads it.
+
+    The tokenizer knows bytes alone, so that text can be asked; or, where it `has_words`, each token is a word of its own,
+    so that each has text.
+    """
     folder.mkdir()
     config = LlamaConfig(**SHAPES[shape], bos_token_id=None, eos_token_id=1, architectures=["LlamaForCausalLM"])
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    words = [f"\u0120{index:0{WORD_LEN - 1}x}" for index in range(config.vocab_size)] if has_words else alphabet
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
@@ -99,7 +113,8 @@ def write_adapter(
             block = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             prefix = f"base_model.model.model.layers.{layer}.{block}.{name}"
             a = torch.randn(rank, fan_in, generator=generator, device=device) * fan_in**-0.5
-            b = torch.randn(fan_out, rank, generator=generator, device=device) * 0.2
+            # As strong at any rank: what two ways of rounding differ by grows with it, and `check_rows` bounds that.
+            b = torch.randn(fan_out, rank, generator=generator, device=device) * 0.2 * (16 / rank) ** 0.5
             tensors[f"{prefix}.lora_A.weight"] = a.to(torch.bfloat16).cpu()
             tensors[f"{prefix}.lora_B.weight"] = b.to(torch.bfloat16).cpu()
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -121,29 +121,37 @@ def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None, *, n
     inputs[KV_INDEX, :num_packed] = (
         table[row_of_token, positions // block_size].astype(np.int64) * block_size + in_block
     )
+    places, flight_rows = list[int](), list[int]()  # of tokens in flight: most, where steps run ahead
     for item, token_end in zip(items, token_ends.tolist(), strict=True):
-        known = item.state.token_ids[item.start : item.end]
-        token_start = token_end - (item.end - item.start)
-        inputs[TOKEN_IDS, token_start : token_start + len(known)] = known
-        if len(known) < item.end - item.start:
-            inputs[FLIGHT_ROWS, token_end - 1] = item.state.flight_row
-        prompt_positions = item.state.request.prompt_positions
-        if prompt_positions is not None and item.start < prompt_positions.shape[1]:
-            own = prompt_positions[:, item.start : item.end]
+        state, start, end, _ = item
+        token_start = token_end - (end - start)
+        num_known = len(state.token_ids) - start
+        if num_known < end - start:
+            places.append(token_end - 1)
+            flight_rows.append(state.flight_row)
+        if num_known > 0:
+            known = state.token_ids[start:end]
+            inputs[TOKEN_IDS, token_start : token_start + len(known)] = known
+        prompt_positions = state.request.prompt_positions
+        if prompt_positions is not None and start < prompt_positions.shape[1]:
+            own = prompt_positions[:, start:end]
             inputs[POSITIONS:, token_start : token_start + own.shape[1]] = own
+    inputs[FLIGHT_ROWS, places] = flight_rows
 
     sampled = [row for row, item in enumerate(items) if item.is_sampled]
     slots = [item.state.lora_slot for item in items]
     lens: list[int] = query_lens.tolist()
     parts = _prompt_parts(plan)
+    segments = _segments(slots, lens)
+    is_decode = len(sampled) == len(items) == num_packed
     return Batch(
         inputs=torch.from_numpy(inputs),
         query_lens=lens,
         kv_lens=ends.tolist(),
         block_table=torch.from_numpy(table),
-        lora_segments=_segments(slots, lens),
+        lora_segments=segments,
         logits_at=torch.from_numpy(token_ends[sampled] - 1),
-        head_segments=_segments([slots[row] for row in sampled], [1] * len(sampled)),
+        head_segments=segments if is_decode else _segments([slots[row] for row in sampled], [1] * len(sampled)),
         sampled=tuple(items[row] for row in sampled),
         mutual_spans=_mutual_spans(plan, num_packed),
         prompt_parts=tuple(part for _, part in parts),
@@ -154,6 +162,8 @@ def build_batch(plan: Plan, block_size: int, num_tokens: int | None = None, *, n
 def _prompt_parts(plan: Plan) -> list[tuple[int, PromptPart]]:
     """Prompt tokens to be scored, each part with the packed place that its request's first token has or would have."""
     parts, chunk_start = list[tuple[int, PromptPart]](), 0
+    if all(item.state.num_scored is None for item in plan.items):
+        return parts
     for item in plan.items:
         scored, state = item.scored(), item.state
         if scored:
@@ -182,6 +192,8 @@ def _mutual_spans(plan: Plan, num_tokens: int) -> torch.Tensor | None:
     """`Batch.mutual_spans`; a chunk never ends inside such a span, so all its keys are there."""
     spans: np.ndarray | None = None
     offset = 0
+    if not any(item.state.request.spans for item in plan.items):
+        return None
     for item in plan.items:
         for span, start, end in item.media():
             if span.media.is_mutual:

@@ -74,7 +74,7 @@ LORA_ROW_SECONDS = 3e-6
 """What LoRA adds to a request's share of a step."""
 LORA_PROMPT_SHARE = 0.13
 """What LoRA adds to the computing of a prompt."""
-PROMPT_LAYER_SECONDS = 0.105e-3
+PROMPT_LAYER_SECONDS = 0.114e-3
 """What a layer adds to reading the weights in a recorded step that holds a prompt, however short."""
 LORA_PROMPT_LAYER_SECONDS = 0.04e-3
 """What LoRA adds to that."""

@@ -76,7 +76,7 @@ def next_delta(state: RequestState, token_id: int, logprob: TokenLogprob | None)
     delta = _text_delta(state, token_id, logprob)
     if state.num_outputs > 1 or state.num_scored is None:
         return delta
-    return dataclasses.replace(delta, prompt_logprobs=_prompt_logprobs(state))
+    return delta._replace(prompt_logprobs=_prompt_logprobs(state))
 
 
 def _prompt_logprobs(state: RequestState) -> PromptEntries:

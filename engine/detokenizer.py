@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -49,7 +49,25 @@ class DecodingTable:
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.decoder_kinds = _decoder_kinds(self.backend.decoder)
-        self.byte_of_character = _byte_of_character()
+        self._byte_of_character = _byte_of_character()
+        self._bytes_of: dict[int, bytes | None] = {}
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token of byte-level BPE stands for; None where the tokenizer does not know the id."""
+        try:
+            return self._bytes_of[token_id]
+        except KeyError:
+            found = self._bytes_of[token_id] = self._read_bytes(token_id)
+            return found
+
+    def _read_bytes(self, token_id: int) -> bytes | None:
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return None
+        try:
+            return bytes([self._byte_of_character[character] for character in token])
+        except KeyError:  # an added token with plain text, such as one with a space
+            return token.encode()
 
 
 class Detokenizer:
@@ -66,7 +84,7 @@ class Detokenizer:
         self._skipped_ids = table.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         self._pieces: _Pieces
         if table.decoder_kinds == ["ByteLevel"]:
-            self._pieces = _ByteLevelPieces(table.backend.id_to_token, table.byte_of_character)
+            self._pieces = _ByteLevelPieces(table)
         else:
             self._pieces = _WindowPieces(table.backend, has_byte_tokens="ByteFallback" in table.decoder_kinds)
 
@@ -82,20 +100,13 @@ class Detokenizer:
 class _ByteLevelPieces:
     """GPT-2's byte-level BPE: each character of a token stands for one byte, so a UTF-8 stream decoder is exact."""
 
-    def __init__(self, id_to_token: Callable[[int], str | None], byte_of_character: dict[str, int]) -> None:
-        self._id_to_token = id_to_token
-        self._byte_of = byte_of_character
+    def __init__(self, table: DecodingTable) -> None:
+        self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        token = self._id_to_token(token_id)
-        if token is None:
-            return ""
-        try:
-            token_bytes = bytes([self._byte_of[character] for character in token])
-        except KeyError:  # an added token with plain text, such as one with a space
-            token_bytes = token.encode()
-        return self._utf8.decode(token_bytes)
+        token_bytes = self._table.token_bytes(token_id)
+        return "" if token_bytes is None else self._utf8.decode(token_bytes)
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -139,11 +139,12 @@ class StepGraphs:
 
     def size_for(self, plan: Plan) -> int | None:
         """Tokens of the graph for a plan, padding included; None where it is too large, or touches media."""
-        if any(True for item in plan.items for _ in item.media()):
+        if any(item.state.request.spans and any(True for _ in item.media()) for item in plan.items):
             return None
-        is_decode = plan.num_tokens == len(plan.items) and all(item.is_sampled for item in plan.items)
+        num_tokens = plan.num_tokens
+        is_decode = num_tokens == len(plan.items) and all(item.is_sampled for item in plan.items)
         sizes = self._decode_sizes if is_decode else self._mixed_sizes
-        return next((size for size in sizes if size >= plan.num_tokens), None)
+        return next((size for size in sizes if size >= num_tokens), None)
 
     def run(self, batch: Batch) -> torch.Tensor:
         """What a step gives that `size_for` has a size for, to which it is padded.

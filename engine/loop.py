@@ -164,6 +164,7 @@ class EngineLoop:
             self._run_steps()
         except Exception:  # Thread border: nothing may leave readers waiting for a thread that is gone.
             logger.exception("event=engine_died")
+        self._wakes.send()
         with self._wake:
             self._has_ended = True  # From here on nothing gets into the inbox.
             actions = list(self._inbox)
@@ -187,6 +188,8 @@ class EngineLoop:
                 break
             if self._has_work:
                 self._step()
+            else:
+                self._wakes.send()
 
     @property
     def _has_work(self) -> bool:
@@ -225,6 +228,8 @@ class EngineLoop:
         plan, launched, has_failed = Plan(), None, False
         try:
             plan = self._schedule()
+            if not self._runner.is_recorded(plan):
+                self._wakes.send()  # that would be long to wait for
             if plan.items:
                 self._announce(plan)
                 self._encode_media(plan)
@@ -232,6 +237,7 @@ class EngineLoop:
                 self._check_progress(plan)
             if plan.items:
                 launched = self._launch(plan)
+            self._wakes.send()
         except AdmissionFault as error:
             logger.exception("event=admission_failed request=%s", error.state.request.request_id)
             self._fail(error.state, EngineFault("The engine failed while starting this answer; try again."))
@@ -303,9 +309,13 @@ class EngineLoop:
             logger.exception("event=step_failed requests=%s", _request_ids(in_flight.plan))
             self._fail_step(in_flight.plan, step_fault(error) if isinstance(error, EngineFault) else None)
             return
-        with self._wakes.gathered():
-            for item, token_id, logprob in sampled:
-                self._take_token_guarded(item, token_id, logprob)
+        self._wakes.hold()
+        for item, token_id, logprob in sampled:
+            self._take_token_guarded(item, token_id, logprob)
+        if self._runs_ahead and self._scheduler.has_work:
+            self._wakes.send_few()  # many wait for `_launch`
+        else:
+            self._wakes.send()
 
     def _fail_step(self, plan: Plan, cause: EngineFault | None) -> None:
         for item in plan.items:

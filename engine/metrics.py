@@ -89,7 +89,8 @@ class LoopCounters:
         self.num_steps += 1
         self.steps.observe(plan)
         for item in plan.items:
-            self.prompt_tokens += max(0, min(item.end, item.state.prompt_len) - item.start)
+            if item.start < (prompt_len := item.state.prompt_len):
+                self.prompt_tokens += min(item.end, prompt_len) - item.start
         self.batch_by_adapter = dict(Counter(item.state.request.receipt.name or "base" for item in plan.items))
         self.rows_by_adapter.update(self.batch_by_adapter)
         if len(self.rows_by_adapter) > MAX_COUNTED_NAMES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine.errors import InvalidRequest
 from engine.tools.spec import ToolCall, ToolUse
@@ -247,8 +247,7 @@ class TokenLogprob:
     top: Sequence[tuple[int, float]] = ()
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):  # One a token, and made in a third of a frozen dataclass's time.
     """One event of an answer's stream.
 
     The first event of an answer has `text == ""`, no tokens and a complete `receipt`: it is sent when the request is

@@ -105,6 +105,10 @@ class Runner:
             for start in range(0, len(waiting), _MAX_ENCODED):
                 self._encode(waiting[start : start + _MAX_ENCODED])
 
+    def is_recorded(self, plan: Plan) -> bool:
+        """Whether the plan is launched as one graph, in no time; kernel by kernel, and media, take tens of milliseconds."""
+        return self._graphs is not None and self._graphs.size_for(plan) is not None
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
         """Start computing the plan; on a GPU this returns long before the device is done.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.block_pool import BlockPool
 from engine.state import MediaSpan, RequestState, Status
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from adapters.slots import SlotPool
 
 
-@dataclass(frozen=True)
-class PlanItem:
+class PlanItem(NamedTuple):
     """Compute tokens [start, end) of a request; `is_sampled` when they end with its newest, so that the next is chosen.
 
     The newest token may be in flight: sampled by the step before, and not known on the host yet.
@@ -310,7 +309,10 @@ class Scheduler:
 
     def _grow(self, state: RequestState, num_tokens: int) -> bool:
         """Make sure that the request's blocks hold `num_tokens` tokens; False when there are not enough blocks."""
-        fresh = self.blocks.allocate(self._num_blocks(num_tokens) - len(state.blocks))
+        num_new = self._num_blocks(num_tokens) - len(state.blocks)
+        if num_new <= 0:
+            return True
+        fresh = self.blocks.allocate(num_new)
         if fresh is None:
             return False
         state.blocks += fresh

@@ -33,7 +33,7 @@ def figures_of(module: Any, words: str, monkeypatch: pytest.MonkeyPatch, capsys:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A random model with two adapters, and one whose alpha is zero."""
     root = tmp_path_factory.mktemp("bench")
-    model = workload.write_model("tiny", root / "model")
+    model = workload.write_model("tiny", root / "model", has_words=True)
     engine = Engine(
         EngineConfig(
             model=str(model), load_format="dummy", device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4,
@@ -241,7 +241,7 @@ def test_a_connection_that_lay_idle_for_long_is_not_used_again(
 
     async def ask_twice() -> None:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            streams = load_client.HttpStreams(server.sockets[0].getsockname()[1], "base")
+            streams = load_client.HttpStreams(server.sockets[0].getsockname()[1], "base", 7)
             for _ in range(2):
                 await streams.ask(load_client.Request([1], None, 1), load_client.Times(0.0))
             for connection in streams._idle:

@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message as AsgiMessage
+from starlette.types import Receive, Scope, Send
 
 from api.service import Service
 from api.settings import ServerSettings
-from api.stream import EventStream, collect, merge
+from api.stream import DirectSend, EventStream, collect, merge
 from engine import Engine
 from engine.errors import Overloaded
 from engine.request import Message, SamplingParams, TextPrompt
@@ -126,6 +127,35 @@ async def test_a_reader_that_does_not_read_holds_nothing_of_the_engine(tiny_engi
     may_read.set()
     await asyncio.wait_for(reading, 120)
     assert b"[DONE]" in b"".join(message.get("body", b"") for message in sent)
+
+
+@pytest.mark.asyncio
+async def test_events_pass_by_what_only_looks_at_the_start_of_an_answer(tiny_engine: Engine) -> None:
+    service = Service(tiny_engine, ServerSettings().resolve())
+    answers = await service.start_chat([Message("user", "hi")], SamplingParams(max_tokens=3, ignore_eos=True))
+    seen, sent = list[str](), list[str]()
+
+    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
+        async for event in merge(answers):
+            yield {"text": event.delta.text}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def watched(message: AsgiMessage) -> None:
+            seen.append(message["type"])
+            await send(message)
+
+        await EventStream(chunks(), answers, {})(scope, receive, watched)
+
+    async def send(message: AsgiMessage) -> None:
+        sent.append(message["type"])
+
+    async def receive() -> AsgiMessage:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await DirectSend(app)({"type": "http"}, receive, send)
+    assert seen == ["http.response.start"]
+    assert sent[0] == "http.response.start" and set(sent[1:]) == {"http.response.body"} and len(sent) > 4
 
 
 def test_health_lives_while_answers_drain_and_readiness_does_not(
