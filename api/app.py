@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
 
 import api
 from api import adapters, chat, completions, models, schema, tokens, transcriptions
@@ -156,8 +156,18 @@ def _answer_other_methods(app: FastAPI, parts: Sequence[APIRouter]) -> None:
     """Answer methods that a path does not take with 405 here, before a page mounted at `/` takes them for its own."""
     taken: dict[str, set[str]] = {}
     for route in [route for part in parts for route in part.routes]:
-        assert isinstance(route, Route)
-        taken.setdefault(route.path, set()).update(route.methods or ())
+        assert isinstance(route, APIRoute) and route.methods
+        taken.setdefault(route.path, set()).update(route.methods)
+        if "GET" in route.methods:  # HEAD is GET without the body, which the server leaves out.
+            taken[route.path].add("HEAD")
+            app.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                dependencies=route.dependencies,
+                response_model=None,
+                include_in_schema=False,
+            )
     for path, methods in taken.items():
         others = [method for method in _METHODS if method not in methods]
         app.add_api_route(path, _refuse_method(methods), methods=others, include_in_schema=False)

@@ -77,7 +77,26 @@ def check_settings(config: EngineConfig) -> None:
             "Adapters are named although --no-enable-lora switches them off; leave one of the two out.",
             param="enable_lora",
         )
+    _check_folders(config)
     check_parallel_settings(config)
+
+
+def _check_folders(config: EngineConfig) -> None:
+    """Refuse adapters' paths without a folder before the model is loaded; what may be on a hub or in S3 is asked for later."""
+    named = [
+        (f"--lora-modules {module.name}={module.path}", module.path, "lora_modules") for module in config.lora_modules
+    ]
+    named += [
+        (f"--default-mm-loras {modality}={path}", path, "default_mm_loras")
+        for modality, path in (config.default_mm_loras or {}).items()
+    ]
+    for setting, path, param in named:
+        is_path = path.startswith(("/", "./", "../", "~")) or Path(path).is_absolute()
+        if is_path and not Path(path).expanduser().is_dir():
+            raise InvalidRequest(
+                f"{setting}: no folder was found there; give one adapter's folder, best by its absolute path.",
+                param=param,
+            )
 
 
 def check_parallel_settings(config: EngineConfig) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import TypeVar
 
+from api.stream import Usage, log_answers
 from engine.answer import Answer
 from engine.request import Delta
 
@@ -65,6 +66,7 @@ async def answer_events(
         yield time.monotonic(), answer
         async for delta in answer:
             yield time.monotonic(), delta
+        log_answers([answer], "web_app", Usage.of([answer], 1))
     finally:
         answer.abort()
 

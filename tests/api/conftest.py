@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
+import importlib
 import io
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -101,3 +104,16 @@ def audio_message(wav: bytes) -> dict[str, Any]:
 def adapter_folder(speech_adapters: dict[str, Path]) -> Path:
     """Files of an adapter that tests may load under names of their own."""
     return speech_adapters["style"]
+
+
+@pytest.fixture
+def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The package, without a price list from the network; the event loop that it leaves open is closed."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        yield importlib.import_module("litellm")
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import subprocess
+from types import ModuleType
 from typing import Any
 
 import openai
@@ -43,10 +44,7 @@ async def test_the_openai_package_waits_streams_hears_and_parses(
             await client.chat.completions.create(model="nobody", messages=HI)  # type: ignore[arg-type]
 
 
-def test_litellm_asks_and_streams(base_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no price list from the network
-    import litellm
-
+def test_litellm_asks_and_streams(base_url: str, litellm: ModuleType) -> None:
     ask: Any = {"model": "openai/style", "messages": HI, "api_base": f"{base_url}/v1", "api_key": "unused"}
     whole = litellm.completion(**ask, temperature=0, max_tokens=6)
     streamed = litellm.completion(**ask, temperature=0, max_tokens=6, stream=True)

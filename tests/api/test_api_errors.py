@@ -56,6 +56,17 @@ def test_wrong_paths_and_methods_are_answered_in_the_envelope(
         assert method not in answer.headers["allow"]
 
 
+@pytest.mark.parametrize(
+    "path", ["/health", "/health/ready", "/version", "/metrics", "/v1/models", "/v1/models/nobody"]
+)
+def test_head_is_get_without_the_body(http: httpx.Client, path: str) -> None:
+    whole, head = http.get(path), http.head(path)
+    assert head.status_code == whole.status_code and head.content == b"" and whole.content
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    refused = http.delete(path)
+    assert refused.status_code == 405 and {"GET", "HEAD"} <= set(refused.headers["allow"].split(", "))
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/load_lora_adapter", "/tokenize"])
 @pytest.mark.parametrize(
     ("content", "content_type"),

@@ -521,7 +521,6 @@ next(iter(answers[0]))
         ({"model": "/no/such/folder"}, "--model /no/such/folder: there is no such folder"),
         ({"gguf_file": "x.gguf"}, "--gguf-file x.gguf: the model's folder has no such file"),
         ({"max_model_len": 513}, "--max-model-len is 513, but the model was made for 512 tokens"),
-        ({"lora_modules": [LoRAModule("sql", "/none")]}, "--lora-modules sql=/none: .*no folder was found"),
         ({"default_mm_loras": {"audio": "nope"}}, r"--default-mm-loras audio=nope \(no adapter has that name\)"),
     ],
 )
@@ -531,6 +530,22 @@ def test_start_up_faults_name_the_setting(
     with pytest.raises(AppError) as caught:
         Engine(EngineConfig(**{"model": str(speech_dir), "adapter_dir": str(tmp_path), **settings}))
     assert re.search(match, caught.value.message), caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"lora_modules": [LoRAModule("sql", "/none")]}, "--lora-modules sql=/none: no folder was found"),
+        ({"lora_modules": [LoRAModule("sql", "./none")]}, "--lora-modules sql=./none: no folder was found"),
+        ({"default_mm_loras": {"audio": "~/none"}}, "--default-mm-loras audio=~/none: no folder was found"),
+    ],
+)
+def test_paths_without_a_folder_are_told_before_the_model_is_loaded(
+    speech_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], match: str
+) -> None:
+    monkeypatch.setattr("engine.engine.load_base", lambda *args: pytest.fail("the model was loaded"))
+    with pytest.raises(AppError, match=match):
+        Engine(EngineConfig(model=str(speech_dir), adapter_dir=str(tmp_path), **settings))
 
 
 def test_a_default_that_is_gone_is_named_and_never_answered_by_the_base(

@@ -65,6 +65,21 @@ async def test_silence_is_a_beat_and_stop_ends_it() -> None:
     assert beats == 3 and source.is_closed
 
 
+async def test_an_answer_that_was_read_to_its_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    answer = noted_answer([])
+
+    async def start() -> list[Answer]:
+        return [answer]
+
+    answer.put(Delta(receipt=Receipt("pirate", "sha256:1", "explicit")))
+    answer.put(Delta(text="arr", token_ids=(7,), finish_reason="stop"))
+    with caplog.at_level("INFO", "switchboard.api"):
+        assert len([event async for event in answer_events(start)]) == 3
+    [line] = [record.getMessage() for record in caplog.records if "event=answered" in record.getMessage()]
+    assert "route=web_app request=request-1 adapter=pirate reason=explicit prompt_tokens=3" in line
+    assert "output_tokens=1" in line
+
+
 async def test_leaving_early_closes_the_source() -> None:
     source = Source(1, hangs=True)
     async with aclosing(batches(aiter(source), asyncio.Event(), beat_s=0.01, pause_s=0)) as lists:
