@@ -82,7 +82,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST", "PATCH", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "PATCH", "DELETE"],
             # Clients send headers of their own about themselves; whoever may call may send them.
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Request-Id", "X-LoRA-Name", "X-LoRA-Reason"],

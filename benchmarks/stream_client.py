@@ -55,7 +55,7 @@ async def main(port: int, num_streams: int, path: str, body: dict[str, object], 
             writer.write(request_of(path, {**body, "max_tokens": num_tokens}))
             reads = await read_answer(reader)
             text = b"".join(data for _, data in reads)
-            if f'"completion_tokens":{num_tokens}'.encode() not in text or b"data: [DONE]" not in text:
+            if f'"completion_tokens":{num_tokens},'.encode() not in text or b"data: [DONE]" not in text:
                 raise RuntimeError(f"an answer is not whole: {text[-300:]!r}")
             counts["answers"] += 1
             counts["chunks"] += text.count(b"data: ")

@@ -262,7 +262,7 @@ def main() -> None:
             EngineConfig(
                 model=str(model), served_model_name=["model"], load_format="dummy",
                 adapter_dir=str(root / "catalogue"), max_num_seqs=options.streams, async_scheduling=True, device="cpu",
-                max_model_len=1024, enable_lora=False, dtype="float32",
+                max_model_len=4096, enable_lora=False, dtype="float32",
             )
         )  # fmt: skip
         freeze_startup_objects()  # As `app.py` does.

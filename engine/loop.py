@@ -188,8 +188,8 @@ class EngineLoop:
                 break
             if self._has_work:
                 self._step()
-            else:
-                self._wakes.send()
+            if not self._has_work:
+                self._wakes.send()  # whatever the step came to: no next one is launched
 
     @property
     def _has_work(self) -> bool:
@@ -228,8 +228,8 @@ class EngineLoop:
         plan, launched, has_failed = Plan(), None, False
         try:
             plan = self._schedule()
-            if not self._runner.is_recorded(plan):
-                self._wakes.send()  # that would be long to wait for
+            if not self._runner.is_recorded(plan) or any(item.state.sampler_row.reads_outputs for item in plan.items):
+                self._wakes.send()  # launching would be long to wait for: kernel by kernel, or with guides to be asked
             if plan.items:
                 self._announce(plan)
                 self._encode_media(plan)
@@ -250,6 +250,7 @@ class EngineLoop:
         self._settle()
         self._in_flight = launched
         if has_failed:
+            self._wakes.send()
             self._recover(plan)
         if not self._runs_ahead:
             self._settle()
@@ -312,7 +313,7 @@ class EngineLoop:
         self._wakes.hold()
         for item, token_id, logprob in sampled:
             self._take_token_guarded(item, token_id, logprob)
-        if self._runs_ahead and self._scheduler.has_work:
+        if self._runs_ahead and self._scheduler.running:
             self._wakes.send_few()  # many wait for `_launch`
         else:
             self._wakes.send()

@@ -84,7 +84,8 @@ def check_settings(config: EngineConfig) -> None:
 def _check_folders(config: EngineConfig) -> None:
     """Refuse adapters' paths without a folder before the model is loaded; what may be on a hub or in S3 is asked for later."""
     named = [
-        (f"--lora-modules {module.name}={module.path}", module.path, "lora_modules") for module in config.lora_modules
+        (f"--lora-modules {module.name}={module.path}", str(module.path), "lora_modules")
+        for module in config.lora_modules
     ]
     named += [
         (f"--default-mm-loras {modality}={path}", path, "default_mm_loras")
@@ -92,11 +93,18 @@ def _check_folders(config: EngineConfig) -> None:
     ]
     for setting, path, param in named:
         is_path = path.startswith(("/", "./", "../", "~")) or Path(path).is_absolute()
-        if is_path and not Path(path).expanduser().is_dir():
+        if is_path and not _is_folder(path):
             raise InvalidRequest(
                 f"{setting}: no folder was found there; give one adapter's folder, best by its absolute path.",
                 param=param,
             )
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_dir()
+    except (OSError, ValueError, RuntimeError):  # too long, not to be read, nobody's home
+        return False
 
 
 def check_parallel_settings(config: EngineConfig) -> None:

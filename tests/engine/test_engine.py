@@ -538,6 +538,11 @@ def test_start_up_faults_name_the_setting(
         ({"lora_modules": [LoRAModule("sql", "/none")]}, "--lora-modules sql=/none: no folder was found"),
         ({"lora_modules": [LoRAModule("sql", "./none")]}, "--lora-modules sql=./none: no folder was found"),
         ({"default_mm_loras": {"audio": "~/none"}}, "--default-mm-loras audio=~/none: no folder was found"),
+        (
+            {"default_mm_loras": {"audio": "~nobody-here/x"}},
+            "--default-mm-loras audio=~nobody-here/x: no folder was found",
+        ),
+        ({"lora_modules": [LoRAModule("sql", "/" + "x" * 5000)]}, "--lora-modules sql=/x+: no folder was found"),
     ],
 )
 def test_paths_without_a_folder_are_told_before_the_model_is_loaded(

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.answer import Answer
+from engine.config import LoRAModule
+from engine.errors import AppError
 from engine.loop import EngineLoop
 from engine.request import TokenPrompt
-from engine.runner import Runner
+from engine.runner import LaunchedStep, Runner
+from engine.scheduler import Plan
 from engine.wakes import _MIN_HELD, Wakes
 from tests.oracles import random_ids
 from tests.pace import held_before
@@ -61,14 +69,27 @@ def test_where_the_loop_is_closed_the_answer_hears_of_it() -> None:
     assert closed == list(range(10))
 
 
-@pytest.fixture
-def engine(llama_dir: Path, tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(
+def make_engine(model: Path, root: Path, **settings: Any) -> Engine:
+    return Engine(
         EngineConfig(
-            model=str(llama_dir), device="cpu", dtype="float32", max_num_seqs=16, async_scheduling=True,
-            adapter_dir=str(tmp_path), enable_prefix_caching=False,
+            model=str(model), device="cpu", dtype="float32", async_scheduling=True, adapter_dir=str(root),
+            enable_prefix_caching=False, **settings,
         )
     )  # fmt: skip
+
+
+@pytest.fixture
+def engine(llama_dir: Path, tmp_path: Path) -> Iterator[Engine]:
+    engine = make_engine(llama_dir, tmp_path, max_num_seqs=16)
+    yield engine
+    engine.close(0)
+
+
+@pytest.fixture
+def adapter_engine(llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: Path) -> Iterator[Engine]:
+    """With one place less than the tests have requests, the last of which asks for an adapter."""
+    adapters = [LoRAModule("qv", str(llama_adapters["qv"]))]
+    engine = make_engine(llama_dir, tmp_path, max_num_seqs=12, lora_modules=adapters)
     yield engine
     engine.close(0)
 
@@ -105,3 +126,123 @@ def test_many_readers_are_woken_once_the_next_step_is_launched(
     last_launch = len(events) - events[::-1].index("launch")
     before = {events[place - 1] for place in range(1, last_launch) if events[place] == "wakes"}
     assert before == {"launch" if is_recorded else "tokens"}, events
+
+
+def answers_of(engine: Engine, number: int, **settings: Any) -> list[Answer]:
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    return [engine.start_sync(TokenPrompt(random_ids(8, row)), sampling, **settings)[0] for row in range(number)]
+
+
+async def seconds_late(answers: Sequence[Answer]) -> list[float]:
+    """How long after its end each answer's reader heard of it; none may wait for ever."""
+
+    async def read(answer: Answer) -> float:
+        with contextlib.suppress(AppError):
+            async for _ in answer:
+                pass
+        assert answer.ended_at is not None
+        return time.monotonic() - answer.ended_at
+
+    return list(await asyncio.wait_for(asyncio.gather(*map(read, answers)), 30))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps count as recorded, so that readers may be kept until the next is launched."""
+    monkeypatch.setattr(Runner, "is_recorded", lambda runner, plan: True)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_readers_hear_of_the_end_where_the_last_request_cannot_be_started(
+    adapter_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no copy")
+
+    assert adapter_engine._slots is not None
+    monkeypatch.setattr(adapter_engine._slots._writer, "write", broken)
+
+    async def run() -> list[float]:
+        with held_before(adapter_engine, 13):
+            started = answers_of(adapter_engine, 12) + answers_of(adapter_engine, 1, lora="qv")
+        return await seconds_late(started)
+
+    assert max(asyncio.run(run())) < 5
+
+
+@pytest.mark.usefixtures("recorded")
+def test_readers_hear_of_the_end_where_no_step_can_be_launched_any_more(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, launched = Runner.launch, Counter[str]()
+
+    def lost(runner: Runner, plan: Plan) -> LaunchedStep:
+        launched["steps"] += 1
+        time.sleep(0.02)  # All readers wait by now.
+        if launched["steps"] > 3:
+            raise RuntimeError("the device is gone")
+        return launch(runner, plan)
+
+    monkeypatch.setattr(Runner, "launch", lost)
+
+    async def run() -> list[float]:
+        with held_before(engine, 12):
+            started = answers_of(engine, 12)
+        return await seconds_late(started)
+
+    assert max(asyncio.run(run())) < 5
+
+
+@pytest.mark.usefixtures("recorded")
+def test_readers_do_not_wait_while_a_failed_step_is_computed_anew(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, num_due, launched = Runner.launch, list[int](), Counter[str]()
+
+    def failing(runner: Runner, plan: Plan) -> LaunchedStep:
+        launched["steps"] += 1
+        time.sleep(0.02)
+        if launched["steps"] == 3:
+            raise RuntimeError("once")
+        if launched["steps"] == 4:
+            num_due.append(engine._loop._wakes._num_due)
+        return launch(runner, plan)
+
+    monkeypatch.setattr(Runner, "launch", failing)
+
+    async def run() -> list[float]:
+        with held_before(engine, 12):
+            started = answers_of(engine, 12)
+        return await seconds_late(started)
+
+    asyncio.run(run())
+    assert num_due == [0]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_readers_of_the_last_answers_do_not_wait_for_another_requests_adapter(
+    adapter_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = adapter_engine._slots
+    assert slots is not None
+    write, read = slots._writer.write, LaunchedStep.read
+
+    class SlowCopy:
+        def is_ready(self) -> bool:
+            return False
+
+        def has_failed(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            time.sleep(1)
+
+    monkeypatch.setattr(slots._writer, "write", lambda *args: (write(*args), SlowCopy())[1])
+    monkeypatch.setattr(LaunchedStep, "read", lambda step: (time.sleep(0.02), read(step))[1])
+
+    async def run() -> list[float]:
+        with held_before(adapter_engine, 13):
+            started = answers_of(adapter_engine, 12) + answers_of(adapter_engine, 1, lora="qv")
+        return await seconds_late(started)
+
+    assert max(asyncio.run(run())) < 0.8
