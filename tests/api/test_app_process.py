@@ -56,18 +56,12 @@ def test_a_start_that_fails_is_one_line_and_an_exit_code(
 def test_an_adapter_that_cannot_be_loaded_ends_the_start(
     speech_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--port",
-        "0",
-        "--model",
-        str(speech_dir),
-        "--adapter-dir",
-        str(tmp_path),
-        "--lora-modules",
-        "gone=/nowhere",
-    ]
-    assert app.main(words) == 1
-    assert re.search(r"^app.py: error: .*gone", capfd.readouterr().err, re.MULTILINE)
+    """A path without a folder is the flag's fault, and told before the model is loaded; a folder without an adapter is not."""
+    (tmp_path / "empty").mkdir()
+    model = ["--port", "0", "--model", str(speech_dir), "--adapter-dir", str(tmp_path / "catalogue")]
+    for folder, code in ((tmp_path / "nowhere", 2), (tmp_path / "empty", 1)):
+        assert app.main([*model, "--lora-modules", f"gone={folder}"]) == code
+        assert re.search(r"^app.py: error: .*gone", capfd.readouterr().err, re.MULTILINE)
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded(capfd: pytest.CaptureFixture[str]) -> None:
