@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import uvicorn
+from safetensors.torch import load_file
 
 from api.app import create_app
 from api.settings import ServerSettings
@@ -53,6 +55,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 NAMES = [None, "first", "second", None]
+
+
+def test_adapters_are_as_strong_at_any_rank(tmp_path: Path) -> None:
+    def strength(rank: int) -> float:
+        folder = workload.write_adapter("tiny", rank, 0, tmp_path / str(rank), "cpu", ("q_proj",))
+        tensors = load_file(folder / "adapter_model.safetensors")
+        pairs = zip(*(sorted(key for key in tensors if half in key) for half in ("lora_A", "lora_B")), strict=True)
+        return float(sum((tensors[b].float() @ tensors[a].float()).square().sum() for a, b in pairs))
+
+    assert strength(64) == pytest.approx(strength(16), rel=0.3)
 
 
 def test_load_parts_runs_to_its_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,6 +238,9 @@ def test_other_sites_pages_may_call_only_where_they_are_named(serve_with: Serve)
             assert all(
                 name in asked.headers.get("access-control-allow-headers", "") for name in _SDK_HEADERS.split(",")
             ) is (allowed is not None)
+            for method in ("GET", "HEAD", "PATCH", "DELETE"):
+                asked = http.options("/v1/models", headers={**asks, "access-control-request-method": method})
+                assert (asked.status_code == 200) is (allowed is not None), method
             other = http.get("/v1/models", headers={**login("k"), "origin": "https://evil.example"})
             assert "access-control-allow-origin" not in other.headers
 

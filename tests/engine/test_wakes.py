@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,12 @@ async def test_a_few_are_not_kept_waiting_and_nobody_is_after_sending() -> None:
 
 
 def test_where_the_loop_is_closed_the_answer_hears_of_it() -> None:
-    loop, wakes, closed = asyncio.new_event_loop(), Wakes(), []
+    loop, wakes, closed = asyncio.new_event_loop(), Wakes(), list[int]()
     waiting = futures(loop, 10)
     loop.close()
     wakes.hold()
     for number, future in enumerate(waiting):
-        wakes.add(future, lambda number=number: closed.append(number))  # type: ignore[misc]
+        wakes.add(future, functools.partial(closed.append, number))
     wakes.send()
     assert closed == list(range(10))
 
@@ -94,9 +95,9 @@ def adapter_engine(llama_dir: Path, llama_adapters: dict[str, Path], tmp_path: P
     engine.close(0)
 
 
-@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize(("is_recorded", "has_penalties"), [(True, False), (False, False), (True, True)])
 def test_many_readers_are_woken_once_the_next_step_is_launched(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_recorded: bool, has_penalties: bool
 ) -> None:
     """Where launching takes no time; where it takes long, before it."""
     events: list[str] = []
@@ -113,19 +114,36 @@ def test_many_readers_are_woken_once_the_next_step_is_launched(
     monkeypatch.setattr(Wakes, "send", noted_send)
 
     async def read_all() -> list[int]:
-        sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        penalty = 1.1 if has_penalties else 1.0
+        sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=penalty)
         with held_before(engine, 12):
             started = [engine.start_sync(TokenPrompt(random_ids(8, row)), sampling)[0] for row in range(12)]
 
-        async def count(answer: object) -> int:
-            return sum([len(delta.token_ids) async for delta in answer])  # type: ignore[attr-defined]
+        async def count(answer: Answer) -> int:
+            return sum([len(delta.token_ids) async for delta in answer])
 
         return list(await asyncio.gather(*map(count, started)))
 
     assert asyncio.run(read_all()) == [20] * 12
     last_launch = len(events) - events[::-1].index("launch")
     before = {events[place - 1] for place in range(1, last_launch) if events[place] == "wakes"}
-    assert before == {"launch" if is_recorded else "tokens"}, events
+    assert before == {"launch" if is_recorded and not has_penalties else "tokens"}, events
+
+
+def test_an_idle_engine_holds_nobody(engine: Engine) -> None:
+    """However its last step has ended."""
+
+    async def wait() -> None:
+        future, wakes = asyncio.get_running_loop().create_future(), engine._loop._wakes
+
+        def hold() -> None:
+            wakes.hold()
+            wakes.add(future, lambda: None)
+
+        assert engine._loop.call(hold)
+        await asyncio.wait_for(future, 5)
+
+    asyncio.run(wait())
 
 
 def answers_of(engine: Engine, number: int, **settings: Any) -> list[Answer]:
@@ -133,8 +151,10 @@ def answers_of(engine: Engine, number: int, **settings: Any) -> list[Answer]:
     return [engine.start_sync(TokenPrompt(random_ids(8, row)), sampling, **settings)[0] for row in range(number)]
 
 
-async def seconds_late(answers: Sequence[Answer]) -> list[float]:
-    """How long after its end each answer's reader heard of it; none may wait for ever."""
+async def seconds_late(engine: Engine, **last: Any) -> list[float]:
+    """How long after its end each of 12 answers' readers heard of it; none may wait for ever. `last` asks for one more."""
+    with held_before(engine, 13 if last else 12):
+        answers = answers_of(engine, 12) + (answers_of(engine, 1, **last) if last else [])
 
     async def read(answer: Answer) -> float:
         with contextlib.suppress(AppError):
@@ -162,12 +182,7 @@ def test_readers_hear_of_the_end_where_the_last_request_cannot_be_started(
     assert adapter_engine._slots is not None
     monkeypatch.setattr(adapter_engine._slots._writer, "write", broken)
 
-    async def run() -> list[float]:
-        with held_before(adapter_engine, 13):
-            started = answers_of(adapter_engine, 12) + answers_of(adapter_engine, 1, lora="qv")
-        return await seconds_late(started)
-
-    assert max(asyncio.run(run())) < 5
+    assert max(asyncio.run(seconds_late(adapter_engine, lora="qv"))) < 5
 
 
 @pytest.mark.usefixtures("recorded")
@@ -185,12 +200,7 @@ def test_readers_hear_of_the_end_where_no_step_can_be_launched_any_more(
 
     monkeypatch.setattr(Runner, "launch", lost)
 
-    async def run() -> list[float]:
-        with held_before(engine, 12):
-            started = answers_of(engine, 12)
-        return await seconds_late(started)
-
-    assert max(asyncio.run(run())) < 5
+    assert max(asyncio.run(seconds_late(engine))) < 5
 
 
 @pytest.mark.usefixtures("recorded")
@@ -210,12 +220,7 @@ def test_readers_do_not_wait_while_a_failed_step_is_computed_anew(
 
     monkeypatch.setattr(Runner, "launch", failing)
 
-    async def run() -> list[float]:
-        with held_before(engine, 12):
-            started = answers_of(engine, 12)
-        return await seconds_late(started)
-
-    asyncio.run(run())
+    asyncio.run(seconds_late(engine))
     assert num_due == [0]
 
 
@@ -240,9 +245,4 @@ def test_readers_of_the_last_answers_do_not_wait_for_another_requests_adapter(
     monkeypatch.setattr(slots._writer, "write", lambda *args: (write(*args), SlowCopy())[1])
     monkeypatch.setattr(LaunchedStep, "read", lambda step: (time.sleep(0.02), read(step))[1])
 
-    async def run() -> list[float]:
-        with held_before(adapter_engine, 13):
-            started = answers_of(adapter_engine, 12) + answers_of(adapter_engine, 1, lora="qv")
-        return await seconds_late(started)
-
-    assert max(asyncio.run(run())) < 0.8
+    assert max(asyncio.run(seconds_late(adapter_engine, lora="qv"))) < 0.8
